@@ -1,0 +1,180 @@
+"""From what the user asked for to what will run: fills in every setting left open, and says why.
+
+Pure: all that is known of the machine comes in as `Machine`, gathered by `launch.machine`.
+"""
+
+import msgspec
+from msgspec import Struct
+
+from config import memory_plan
+from config.bytesize import format_size, parse_size
+from config.memory_plan import MemoryPlan
+from config.schema import Config, ModelArch
+from config.sources import ConfigError
+
+# Names in /proc/cpuinfo of instructions that multiply bfloat16 (x86: AVX-512, AMX; Arm).
+_BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+
+_KV_SHARE = 0.25  # of available memory, at most, when --kv-memory is not given
+_KV_CAP = 4 << 30
+_STEP_TOKENS = 512
+_USEFUL_TOKENS = 512  # a KV cache for fewer is no server: then the plan is one that does not fit
+
+
+class Machine(Struct, frozen=True, kw_only=True):
+    """What the launcher found; limits of a container are already applied."""
+
+    cores: int  # physical cores this process may use
+    memory_total: int
+    memory_available: int
+    cpu_features: frozenset[str] = frozenset()
+    gpus: int = 0
+
+    @property
+    def has_bfloat16(self) -> bool:
+        return bool(self.cpu_features & _BFLOAT16_FEATURES)
+
+
+class Resolved(Struct, frozen=True, kw_only=True):
+    """A configuration in which nothing is left open, and how it came about."""
+
+    config: Config
+    plan: MemoryPlan
+    reasons: tuple[str, ...]
+
+
+def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
+    """Choose what was left open; ConfigError when what was asked for is impossible.
+
+    A plan that does not fit into memory is no error here: see `MemoryPlan.fits`.
+    """
+    reasons: list[str] = []
+    device = _device(config, machine, reasons)
+    dtype = _dtype(config, machine, reasons)
+    tp = config.worker.tp
+    if not memory_plan.can_split(arch, tp):
+        fitting = [str(n) for n in range(1, 65) if memory_plan.can_split(arch, n)]
+        raise ConfigError(
+            f"--tp {tp}: the model's {arch.num_heads} heads, {arch.num_kv_heads} KV heads and MLP width "
+            f"{arch.intermediate_size} do not divide among {tp} ranks; possible: {', '.join(fitting)}"
+        )
+    step_tokens = config.scheduler.max_step_tokens
+    if step_tokens is None:
+        step_tokens = max(_STEP_TOKENS, config.scheduler.max_seqs)
+        reasons.append(f"max_step_tokens {step_tokens}: a CPU gains little from longer steps")
+    chunk = config.scheduler.prefill_chunk or step_tokens
+    if chunk > step_tokens:
+        raise ConfigError(f"--prefill-chunk {chunk}: must not be more than --max-step-tokens, which is {step_tokens}")
+    threads = config.worker.threads
+    if threads is None:
+        threads = max(1, machine.cores // tp)
+        reasons.append(f"threads {threads}: {machine.cores} physical cores for {tp} rank{'s' if tp > 1 else ''}")
+
+    asked_len = config.model.max_model_len
+    if asked_len is not None and asked_len > arch.max_position:
+        raise ConfigError(f"--max-model-len {asked_len}: the model was made for at most {arch.max_position} positions")
+    held_as, weight_note = memory_plan.weight_dtype(dtype, machine.has_bfloat16)
+    draft = MemoryPlan(
+        tp=tp,
+        weights=memory_plan.parameter_count(arch, tp) * memory_plan.DTYPE_BYTES[held_as],
+        activations=memory_plan.activation_bytes(arch, dtype, step_tokens, config.scheduler.max_seqs, tp),
+        runtime_total=tp * memory_plan.RANK_RUNTIME
+        + (2 + config.server.frontends + config.tokenizer.tokenizers) * memory_plan.PROCESS_RUNTIME,
+        kv_bytes_per_token=memory_plan.kv_bytes_per_token(arch, dtype, tp),
+        block_size=config.scheduler.block_size,
+        num_blocks=0,
+        memory_available=machine.memory_available,
+        weight_note=weight_note,
+    )
+    kv_memory = _kv_memory(config, draft, asked_len or arch.max_position, machine, reasons)
+    plan = msgspec.structs.replace(draft, num_blocks=kv_memory // (draft.block_size * draft.kv_bytes_per_token))
+    max_model_len = _max_model_len(asked_len, arch, plan, config.worker.kv_memory, reasons)
+
+    resolved = Config(
+        model=msgspec.structs.replace(config.model, dtype=dtype, max_model_len=max_model_len),
+        server=config.server,
+        tokenizer=config.tokenizer,
+        scheduler=msgspec.structs.replace(config.scheduler, max_step_tokens=step_tokens, prefill_chunk=chunk),
+        worker=msgspec.structs.replace(
+            config.worker,
+            device=device,
+            threads=threads,
+            kv_memory=str(kv_memory),
+            deterministic=True if config.worker.deterministic is None else config.worker.deterministic,
+        ),
+        supervisor=config.supervisor,
+    )
+    return Resolved(config=resolved, plan=plan, reasons=tuple(reasons))
+
+
+def _device(config: Config, machine: Machine, reasons: list[str]) -> str:
+    if config.worker.device == "cuda":
+        found = f"this machine has {machine.gpus}" if machine.gpus else "no NVIDIA GPU was found here"
+        raise ConfigError(f"--device cuda: this version runs models on CPUs only ({found}); use --device cpu or auto")
+    if config.worker.device == "auto":
+        why = "this version has no GPU backend yet" if machine.gpus else "no GPU was found"
+        reasons.append(f"device cpu: {why}")
+    return "cpu"
+
+
+def _dtype(config: Config, machine: Machine, reasons: list[str]) -> str:
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    if machine.has_bfloat16:
+        reasons.append("dtype bfloat16: this CPU multiplies it in hardware")
+        return "bfloat16"
+    reasons.append("dtype float32: this CPU has no bfloat16 instructions, without which bfloat16 is slower")
+    return "float32"
+
+
+def _kv_memory(config: Config, plan: MemoryPlan, length: int, machine: Machine, reasons: list[str]) -> int:
+    """Bytes for the KV pool of each rank, at least one block."""
+    block = plan.block_size * plan.kv_bytes_per_token
+    if config.worker.kv_memory is not None:
+        try:
+            asked = parse_size(config.worker.kv_memory)
+        except ValueError as error:
+            raise ConfigError(f"--kv-memory: {error}") from None
+        if asked < block:
+            raise ConfigError(
+                f"--kv-memory {config.worker.kv_memory}: must hold one block of {plan.block_size} tokens, "
+                f"which takes {format_size(block)}"
+            )
+        return asked
+    blocks_needed = config.scheduler.max_seqs * -(-length // plan.block_size)
+    choices = {
+        f"what {config.scheduler.max_seqs} sequences of {length} tokens need": blocks_needed * block,
+        f"a quarter of the {format_size(machine.memory_available)} available": int(
+            machine.memory_available * _KV_SHARE / plan.tp
+        ),
+        f"the default limit of {format_size(_KV_CAP)}": _KV_CAP // plan.tp,
+    }
+    left = (machine.memory_available - plan.total) // plan.tp
+    if left >= min(_USEFUL_TOKENS, length) * plan.kv_bytes_per_token:
+        choices["what is left after weights and activations"] = left
+    why = min(choices, key=lambda name: choices[name])
+    size = max(choices[why], block)
+    reasons.append(f"kv_memory {format_size(size)}{' a rank' if plan.tp > 1 else ''}: {why}")
+    return size
+
+
+def _max_model_len(
+    asked: int | None, arch: ModelArch, plan: MemoryPlan, kv_memory: str | None, reasons: list[str]
+) -> int:
+    wanted = asked or arch.max_position
+    if wanted <= plan.kv_tokens:
+        if asked is None:
+            reasons.append(f"max_model_len {wanted}: what the model declares")
+        return wanted
+    if asked is not None:
+        blocks = -(-asked // plan.block_size)
+        need = blocks * plan.block_size * plan.kv_bytes_per_token
+        given = f"--kv-memory {kv_memory}" if kv_memory else "the memory found for it"
+        raise ConfigError(
+            f"--max-model-len {asked}: one such sequence takes {format_size(need)} of KV cache, but {given} holds "
+            f"{plan.kv_tokens} tokens; raise --kv-memory or ask for less"
+        )
+    reasons.append(
+        f"max_model_len {plan.kv_tokens}: the KV cache holds no more (the model declares {wanted}; raise --kv-memory)"
+    )
+    return plan.kv_tokens

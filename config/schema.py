@@ -1,0 +1,181 @@
+"""Every setting of the engine, as frozen structs: one per owner, composed in `Config`, never inherited.
+
+Flags, environment variables and the config file are generated from these fields (see `config.sources`): a field's name is
+its flag (`max_seqs` -> `--max-seqs`, `TOKENMILL_MAX_SEQS`), its `Meta.description` is its help, its bounds are checked by
+msgspec. `None` means "chosen at start": `config.resolve` fills it in and says why.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+PortNumber = Annotated[int, Meta(ge=0, le=65535)]
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model is served and in which numbers it computes."""
+
+    model: Annotated[
+        str, Meta(description="model to serve: a directory with safetensors and config.json, a .gguf file, or a hub id")
+    ] = ""
+    revision: Annotated[str | None, Meta(description="branch, tag or commit, when --model is a hub id")] = None
+    served_model_name: Annotated[
+        tuple[str, ...], Meta(description="names clients may ask for, comma-separated (default: the model's own name)")
+    ] = ()
+    dtype: Annotated[DType, Meta(description="number type of activations and KV cache")] = "auto"
+    max_model_len: Annotated[
+        int | None, Meta(description="longest prompt plus output, in tokens (default: what the model declares)", ge=16)
+    ] = None
+
+
+class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP side."""
+
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[PortNumber, Meta(description="port to listen on; 0 picks a free one")] = 8000
+    frontends: Annotated[int, Meta(description="HTTP processes sharing the port", ge=1, le=64)] = 1
+    max_body_bytes: Annotated[int, Meta(description="largest request body accepted, in bytes", ge=1024, le=1 << 30)] = (
+        4 << 20
+    )
+    keepalive_seconds: Annotated[
+        float, Meta(description="an SSE comment is sent on streams silent for this many seconds", ge=0.1, le=3600)
+    ] = 10.0
+
+
+class TokenizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tokenizer and detokenizer processes."""
+
+    tokenizers: Annotated[int, Meta(description="tokenizer processes", ge=1, le=64)] = 1
+    template_timeout: Annotated[
+        float, Meta(description="seconds a chat template may take to render before it is killed", ge=0.05, le=60)
+    ] = 2.0
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Batching, the KV block pool and the prefix cache."""
+
+    max_seqs: Annotated[int, Meta(description="requests that run at once", ge=1, le=4096)] = 64
+    max_step_tokens: Annotated[
+        int | None, Meta(description="most tokens in one step, prefill and decode together", ge=16, le=1 << 20)
+    ] = None
+    prefill_chunk: Annotated[
+        int | None, Meta(description="most prompt tokens of one request in one step", ge=1, le=1 << 20)
+    ] = None
+    block_size: Annotated[int, Meta(description="token positions in one KV block", ge=1, le=256)] = 16
+    prefix_cache: Annotated[bool, Meta(description="keep the KV of finished prompts and reuse shared prefixes")] = True
+    max_queue_requests: Annotated[
+        int, Meta(description="requests that may wait; further ones get 429", ge=1, le=1 << 20)
+    ] = 2048
+    max_queue_tokens: Annotated[
+        int, Meta(description="prompt tokens that may wait; further requests get 429", ge=1, le=1 << 32)
+    ] = 4 << 20
+
+
+class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The ranks: device, parallelism, memory."""
+
+    device: Annotated[Device, Meta(description="where the model runs")] = "auto"
+    tp: Annotated[int, Meta(description="tensor-parallel ranks, one process each", ge=1, le=64)] = 1
+    kv_memory: Annotated[
+        str | None, Meta(description="memory for the KV cache of each rank, such as 512MiB or 4GiB (default: measured)")
+    ] = None
+    threads: Annotated[int | None, Meta(description="compute threads of each rank on a CPU", ge=1, le=1024)] = None
+    deterministic: Annotated[
+        bool | None, Meta(description="same request, same tokens, whatever else runs (default: on for CPU)")
+    ] = None
+
+
+class SupervisorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Starting, watching and stopping the processes."""
+
+    max_restarts: Annotated[
+        int, Meta(description="restarts allowed within a minute; 0: the first death of a process ends everything", ge=0)
+    ] = 3
+    ready_timeout: Annotated[float, Meta(description="seconds within which everything must be ready", ge=1)] = 300.0
+    drain_timeout: Annotated[
+        float, Meta(description="seconds that running requests get to finish after SIGTERM", ge=0)
+    ] = 30.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="what is written to stderr")
+    ] = "info"
+
+
+class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings. Before `resolve`, fields may be None or "auto"; after it, none is."""
+
+    model: ModelConfig = ModelConfig()
+    server: ServerConfig = ServerConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    worker: WorkerConfig = WorkerConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
+
+
+class RopeConfig(Struct, frozen=True, kw_only=True):
+    """Rotary embedding settings; the field names are those of the Hugging Face `rope_scaling` entry."""
+
+    theta: float = 10000.0
+    type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
+    factor: float = 1.0
+    original_max_position: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+
+class ModelArch(Struct, frozen=True, kw_only=True):
+    """Shape of a decoder-only model, the same for every checkpoint format. Sizes are counts of elements."""
+
+    family: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int  # rows of the embedding: every token id must be below it
+    max_position: int
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()  # union over config, generation_config and tokenizer
+    weight_bytes: int = 0  # size of the tensors in the file(s)
+    num_parameters: int = 0
+    name: str = ""
+
+
+class Endpoints(Struct, frozen=True, kw_only=True):
+    """ZeroMQ addresses of one run; all lie in its private directory."""
+
+    clients: tuple[str, ...]  # one ROUTER per tokenizer: HTTP frontends and SDK clients connect here
+    scheduler: str  # ROUTER for tokenizers
+    workers: str  # ROUTER for ranks
+    stats: str  # PUB of the scheduler's counters
+
+
+class ChildSpec(Struct, frozen=True, kw_only=True):
+    """All that one child process needs to know; written by the launcher, read by `launch.child`."""
+
+    role: Literal["frontend", "tokenizer", "scheduler", "worker"]
+    index: int
+    config: Config
+    arch: ModelArch
+    model_path: str  # local directory or .gguf file
+    served_names: tuple[str, ...]
+    endpoints: Endpoints
+    run_dir: str
+    incarnation: int  # of this run; messages of another are dropped
+    kv_memory_bytes: int  # for each rank
+    num_blocks: int  # KV blocks of each rank, decided by the memory plan
+    listen_fd: int = -1  # frontends: the bound TCP socket
+    rendezvous_port: int = 0  # ranks: torch.distributed on loopback when tp > 1

@@ -1,0 +1,92 @@
+"""Reading a request's body: bounded in size, depth and time, and decoded into a typed struct."""
+
+import asyncio
+import re
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from .errors import ApiError
+
+T = TypeVar("T")
+
+MAX_DEPTH = 64  # of nested arrays and objects
+READ_TIMEOUT = 60.0  # seconds for the whole body to arrive
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_PATH = re.compile(r"`\$\.?([^`]*)`$")
+_MISSING = re.compile(r"missing required field `(\w+)`")
+
+
+async def read_body(request: web.Request, limit: int) -> bytes:
+    """The body, read as it arrives; 413 as soon as it is known to exceed `limit` bytes."""
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise ApiError(415, "compressed bodies are not supported: send the body without Content-Encoding")
+    if request.content_length is not None and request.content_length > limit:
+        raise _too_large(limit)
+    data = bytearray()
+    try:
+        async with asyncio.timeout(READ_TIMEOUT):
+            async for part in request.content.iter_any():
+                data += part
+                if len(data) > limit:
+                    raise _too_large(limit)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {READ_TIMEOUT:g} seconds") from None
+    except (HttpProcessingError, web.RequestPayloadError):
+        raise ApiError(400, "the body's transfer encoding is broken") from None
+    return bytes(data)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body exceeds the limit of {limit} bytes", code="request_too_large")
+
+
+def decode_body(data: bytes, decoder: msgspec.json.Decoder[T]) -> tuple[T, list[str]]:
+    """The typed body, and the names of top-level fields that its type does not know."""
+    check_depth(data)
+    try:
+        data.decode()  # the decoder does not look into strings of fields that it skips
+        body = decoder.decode(data)
+        names = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not valid UTF-8 (byte {error.start})") from None
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON, or holds an unpaired surrogate: {error}") from None
+    known = set(type(body).__struct_fields__)  # type: ignore[attr-defined]
+    return body, [name for name in names if name not in known]
+
+
+def _invalid(text: str) -> ApiError:
+    if missing := _MISSING.search(text):
+        parent = _PATH.search(text)
+        name = f"{parent[1]}.{missing[1]}" if parent and parent[1] else missing[1]
+        return ApiError(400, f"{name} is required", param=name)
+    path = _PATH.search(text)
+    if path is None or not path[1]:
+        return ApiError(400, f"the body must be a JSON object: {text}")
+    name = path[1].removesuffix("[...]")  # a value of an object, whose key is not told
+    return ApiError(400, f"{name}: {text.partition(' - at ')[0]}", param=name)
+
+
+def check_depth(data: bytes) -> None:
+    """400 when arrays and objects nest deeper than `MAX_DEPTH`.
+
+    Strings are cut out, and of the brackets left each pass removes the innermost pairs. All of it runs at the speed of
+    `bytes`, since a body may have millions of brackets; unbalanced ones are left for the parser to refuse.
+    """
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return
+    brackets = _STRING.sub(b"", data).translate(_BRACKETS, _NOT_BRACKETS)
+    for _ in range(MAX_DEPTH):
+        if b"[]" not in brackets:
+            break
+        brackets = brackets.replace(b"[]", b"")
+    if b"[]" in brackets:
+        raise ApiError(400, f"the body nests deeper than {MAX_DEPTH} levels")

@@ -1,0 +1,102 @@
+"""One HTTP request's generation: all its prompts and choices as one sequence of batches, with usage and timing."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from ipc.client import AsyncClient, RequestFailed, Stream
+from ipc.messages import Delta, Finished
+
+from .errors import ApiError
+from .metrics import Metrics
+from .protocol import PromptTokensDetails, Usage
+from .requests import Job
+
+Batch = list[tuple[int, Delta | Finished]]  # choice index over all prompts, and what it got
+
+
+class Generation:
+    """Runs a job. Iterate over `batches()` once; call `close()` whatever happens."""
+
+    def __init__(self, client: AsyncClient, job: Job, request_id: str, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._started = time.monotonic()
+        self._last: dict[int, float] = {}  # when each choice last got tokens
+        self._choices = job.params.n
+        self._ends: dict[int, Finished] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._streams = [client.generate(prompt, job.params, external_id=request_id) for prompt in job.prompts]
+
+    async def batches(self) -> AsyncIterator[Batch]:
+        """What arrives, until every choice has finished. Raises `ApiError` when the engine gives up."""
+        try:
+            if len(self._streams) == 1:
+                async for items in self._streams[0]:
+                    yield self._note([(item.index, item) for item in items])
+            else:
+                async for batch in self._merged():
+                    yield self._note(batch)
+        except RequestFailed as error:
+            raise ApiError.of_failed(error.failed) from None
+        self._metrics.request_latency.observe(time.monotonic() - self._started)
+
+    async def _merged(self) -> AsyncIterator[Batch]:
+        queue: asyncio.Queue[Batch | RequestFailed | None] = asyncio.Queue()  # bounded by what the engine generates
+
+        async def pump(first_index: int, stream: Stream) -> None:
+            try:
+                async for items in stream:
+                    queue.put_nowait([(first_index + item.index, item) for item in items])
+                queue.put_nowait(None)
+            except RequestFailed as error:
+                queue.put_nowait(error)
+
+        self._tasks = [asyncio.create_task(pump(at * self._choices, stream)) for at, stream in enumerate(self._streams)]
+        running = len(self._tasks)
+        while running:
+            got = await queue.get()
+            if got is None:
+                running -= 1
+            elif isinstance(got, RequestFailed):
+                raise got
+            else:
+                yield got
+
+    def _note(self, batch: Batch) -> Batch:
+        now = time.monotonic()
+        for index, item in batch:
+            if isinstance(item, Finished):
+                self._ends[index] = item
+                self._metrics.finished(item.reason)
+                continue
+            tokens = len(item.token_ids) // 4
+            if not tokens:
+                continue
+            last = self._last.get(index)
+            self._last[index] = now
+            if last is None:
+                self._metrics.first_token.observe(now - self._started)
+            else:
+                self._metrics.inter_token.observe((now - last) / tokens)
+        return batch
+
+    def usage(self) -> Usage:
+        """Token counts once all choices have finished: each prompt counts once, whatever `n` is.
+
+        A prompt's later choices may find what the first one has just computed in the prefix cache; what the cache held
+        before is the least of the choices' counts.
+        """
+        prompt = cached = 0
+        for at in range(len(self._streams)):
+            ends = [self._ends[at * self._choices + choice] for choice in range(self._choices)]
+            prompt += ends[0].prompt_tokens
+            cached += min(end.cached_tokens for end in ends)
+        completion = sum(end.completion_tokens for end in self._ends.values())
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+    def close(self) -> None:
+        """End what still runs."""
+        for task in self._tasks:
+            task.cancel()
+        for stream in self._streams:
+            stream.abort()

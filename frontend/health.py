@@ -1,0 +1,48 @@
+"""Liveness, readiness, progress and metrics. None of them runs a generation."""
+
+import asyncio
+
+from aiohttp import web
+
+from .errors import unavailable
+from .metrics import CONTENT_TYPE, block_counts
+from .service import SERVICE
+
+
+async def live(request: web.Request) -> web.StreamResponse:
+    """GET /health/live: this process answers."""
+    return web.json_response({"status": "live"})
+
+
+async def ready(request: web.Request) -> web.StreamResponse:
+    """GET /health/ready: a generation would be accepted."""
+    request.app[SERVICE].model_for_new_request()
+    return web.json_response({"status": "ready"})
+
+
+async def progress(request: web.Request) -> web.StreamResponse:
+    """GET /health/progress: what the scheduler does, from its last report (`age_seconds` ago)."""
+    service = request.app[SERVICE]
+    stats = service.stats
+    if stats is None:
+        raise unavailable("the scheduler has not reported yet", "engine_unavailable")
+    stuck = None
+    if stats.stuck_request:
+        stuck = {"id": stats.stuck_request, "seconds": round(stats.oldest_request_seconds, 3)}
+    return web.json_response(
+        {
+            "step": stats.step,
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "oldest_stuck_request": stuck,
+            "kv_blocks": block_counts(stats),
+            "age_seconds": round(service.stats_age(), 3),
+        }
+    )
+
+
+async def metrics(request: web.Request) -> web.StreamResponse:
+    """GET /metrics: Prometheus text, summed over all frontends."""
+    service = request.app[SERVICE]
+    text = await asyncio.to_thread(service.metrics.render, service.stats)
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})

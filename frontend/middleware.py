@@ -1,0 +1,79 @@
+"""Around every handler: the request id, error objects, and counting."""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from urllib.parse import quote
+
+from aiohttp import web
+
+from .errors import UNAVAILABLE, ApiError
+from .service import SERVICE
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID = "x-request-id"
+IGNORED = "x-tokenmill-ignored"
+MAX_IGNORED = 20  # names in the header
+MAX_IGNORED_LENGTH = 64  # characters of each, before encoding
+_VALID_ID = re.compile(r"[\x21-\x7e][\x20-\x7e]{0,127}")
+_CLIENT_CLOSED = 499  # nginx's number for a client that left; only metrics see it
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def note_ignored(request: web.Request, names: list[str]) -> None:
+    """Name fields that had no effect in the response's header."""
+    if names:
+        shown = (quote(name[:MAX_IGNORED_LENGTH], safe="") for name in names[:MAX_IGNORED])
+        request["ignored"] = ",".join(shown)
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Headers that every response has; runs when it is prepared."""
+    response.headers[REQUEST_ID] = request.get("id") or uuid.uuid4().hex
+    if ignored := request.get("ignored"):
+        response.headers[IGNORED] = ignored
+
+
+@web.middleware
+async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give the request its id, turn what its handler raises into an error object, and count the answer."""
+    started = time.monotonic()
+    status = _CLIENT_CLOSED
+    try:
+        response = await _answer(request, handler)
+        status = response.status
+        return response
+    finally:
+        resource = request.match_info.route.resource
+        route = "other" if resource is None else resource.canonical
+        request.app[SERVICE].metrics.http_request(route, status)
+        log.debug("%s %s %s %d %.3f s", request.get("id"), request.method, route, status, time.monotonic() - started)
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    given = request.headers.get(REQUEST_ID)
+    valid = given is not None and _VALID_ID.fullmatch(given) is not None
+    request["id"] = given if valid else uuid.uuid4().hex
+    try:
+        if given is not None and not valid:
+            raise ApiError(400, f"{REQUEST_ID} must have 1 to 128 printable ASCII characters", param=REQUEST_ID)
+        return await handler(request)
+    except ApiError as error:
+        return error.response()
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        response = ApiError(405, f"{request.method[:32]} is not allowed here: use {allowed}").response()
+        response.headers["Allow"] = allowed
+        return response
+    except web.HTTPNotFound:
+        return ApiError(404, f"there is no {request.path[:200]} here", code="not_found").response()
+    except asyncio.CancelledError:
+        raise
+    except Exception:
+        log.exception("request %s failed", request["id"])
+        return ApiError(500, "internal error", type=UNAVAILABLE).response()

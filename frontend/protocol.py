@@ -1,0 +1,192 @@
+"""Bodies of OpenAI's chat and completion requests, as typed structs. What they mean is in `frontend.requests`.
+
+Fields beyond OpenAI's (`top_k`, `min_p`, ...) have the names that other open servers use. Every optional field may be
+null. Fields that are not listed here are accepted and named in a response header.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+MAX_DIGITS = 19  # of a logit_bias key; any int64 has no more
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+
+
+class ContentPart(Struct):
+    type: str
+    text: str | None = None
+
+
+class Message(Struct):
+    role: Role
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    function_call: dict[str, Any] | None = None
+
+
+class ResponseFormat(Struct):
+    type: str
+
+
+BiasKey = Annotated[str, Meta(max_length=MAX_DIGITS + 1)]
+
+
+class SamplingFields(Struct, kw_only=True):
+    """What both kinds of request share."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[BiasKey, float] | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    # Beyond OpenAI's:
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    # Refused with an explanation:
+    best_of: int | None = None
+    early_stopping: bool | str | None = None
+    response_format: ResponseFormat | None = None
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    # Refused with an explanation:
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """Body of POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    # Refused with an explanation:
+    suffix: str | None = None
+
+
+chat_decoder = msgspec.json.Decoder(ChatRequest)
+completion_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+class ErrorBody(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(Struct):
+    """OpenAI's error object."""
+
+    error: ErrorBody
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class AssistantMessage(Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str
+
+
+class CompletionResponse(Struct, kw_only=True):
+    """Answer to a request that does not stream, of either kind."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice] | list[CompletionChoice]
+    usage: Usage
+
+
+class Model(Struct):
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "tokenmill"
+
+
+class ModelList(Struct):
+    data: list[Model]
+    object: str = "list"

@@ -1,0 +1,207 @@
+"""What an OpenAI request means: its prompts and sampling parameters, or an `ApiError` that names the parameter."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from msgspec import Struct
+
+from ipc.codec import pack_ints
+from ipc.messages import ChatMessage, ChatPrompt, ModelInfo, SamplingParams, TextPrompt, TokenPrompt
+from ipc.validation import InvalidRequest, validate
+
+from . import protocol
+from .errors import ApiError
+
+T = TypeVar("T")
+
+MAX_PROMPTS = 128  # in one completion request
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
+_ROLES = {"developer": "system"}  # OpenAI's newer word; chat templates know the older one
+
+
+class Job(Struct, frozen=True):
+    """A request as the engine sees it. Choice `i * n + j` is the j-th answer to prompt i."""
+
+    prompts: tuple[TextPrompt | ChatPrompt | TokenPrompt, ...]
+    params: SamplingParams
+    model: str  # the name that the client asked for
+    stream: bool
+    include_usage: bool
+    echo: tuple[str, ...] = ()  # prompt texts to put before the outputs
+
+
+def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
+    """The job of a chat request."""
+    _check_model(body.model, model)
+    _refuse_unsupported(body)
+    for name in ("tools", "functions"):
+        if getattr(body, name):
+            raise _not_yet(name)
+    for name in ("tool_choice", "function_call"):
+        if getattr(body, name) not in (None, "none"):
+            raise _not_yet(name)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    prompt = ChatPrompt(
+        messages=tuple(_chat_message(index, message) for index, message in enumerate(body.messages)),
+        add_generation_prompt=_given(body.add_generation_prompt, not body.continue_final_message),
+        continue_final_message=bool(body.continue_final_message),
+    )
+    renamed = {"logprobs": "top_logprobs"}
+    max_tokens = body.max_tokens
+    if body.max_completion_tokens is not None:
+        max_tokens = body.max_completion_tokens
+        renamed["max_tokens"] = "max_completion_tokens"
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _job(body, (prompt,), max_tokens, logprobs, model, renamed)
+
+
+def completion_job(body: protocol.CompletionRequest, model: ModelInfo) -> Job:
+    """The job of a completion request."""
+    _check_model(body.model, model)
+    _refuse_unsupported(body)
+    if body.suffix is not None:
+        raise _not_yet("suffix")
+    prompts = _prompts(body.prompt)
+    echo: tuple[str, ...] = ()
+    if body.echo:
+        if body.logprobs is not None:
+            raise ApiError(400, "echo together with logprobs is not supported yet", param="echo")
+        echo = tuple(prompt.text for prompt in prompts if isinstance(prompt, TextPrompt))
+        if len(echo) != len(prompts):
+            raise ApiError(400, "echo of a prompt given as token ids is not supported yet", param="echo")
+    max_tokens = _given(body.max_tokens, min(DEFAULT_COMPLETION_TOKENS, model.max_model_len - 1))
+    return _job(body, prompts, max_tokens, body.logprobs, model, {}, echo)
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _not_yet(name: str) -> ApiError:
+    return ApiError(400, f"{name} is not supported yet", param=name)
+
+
+def _check_model(name: str, model: ModelInfo) -> None:
+    if name not in model.names:
+        raise ApiError(
+            404,
+            f"the model {name[:200]!r} is not served here; served: {', '.join(model.names)}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _refuse_unsupported(body: protocol.SamplingFields) -> None:
+    if body.best_of is not None:
+        raise ApiError(400, "best_of is not supported: ask for n choices and pick one", param="best_of")
+    if body.early_stopping is not None:
+        raise ApiError(400, "early_stopping belongs to beam search, which is not supported", param="early_stopping")
+    if body.response_format is not None and body.response_format.type != "text":
+        raise _not_yet("response_format")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+
+
+def _chat_message(index: int, message: protocol.Message) -> ChatMessage:
+    where = f"messages[{index}]"
+    if message.tool_calls:
+        raise _not_yet(f"{where}.tool_calls")
+    if message.function_call:
+        raise _not_yet(f"{where}.function_call")
+    content = message.content
+    if content is None:
+        if message.role != "assistant":
+            raise ApiError(400, f"{where}.content is required for role {message.role}", param=f"{where}.content")
+        content = ""
+    elif not isinstance(content, str):
+        content = "".join(_part_text(f"{where}.content[{at}]", part) for at, part in enumerate(content))
+    return ChatMessage(_ROLES.get(message.role, message.role), content, message.name)
+
+
+def _part_text(where: str, part: protocol.ContentPart) -> str:
+    if part.type != "text":
+        raise ApiError(400, f"{where}: only parts of type text are supported, not {part.type[:64]!r}", param=where)
+    if part.text is None:
+        raise ApiError(400, f"{where}.text is required", param=f"{where}.text")
+    return part.text
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[TextPrompt | TokenPrompt, ...]:
+    """The prompts of a completion request: a text, several, a list of token ids, or several of those."""
+    if isinstance(prompt, str):
+        return (TextPrompt(prompt),)
+    if not prompt:
+        raise ApiError(400, "prompt must not be empty", param="prompt")
+    if all(isinstance(item, int) for item in prompt):
+        return (_token_prompt(prompt),)  # type: ignore[arg-type]
+    if len(prompt) > MAX_PROMPTS:
+        raise ApiError(400, f"prompt may have at most {MAX_PROMPTS} prompts, not {len(prompt)}", param="prompt")
+    if all(isinstance(item, str) for item in prompt):
+        return tuple(TextPrompt(text) for text in prompt)  # type: ignore[arg-type]
+    if all(isinstance(item, list) for item in prompt):
+        return tuple(_token_prompt(ids) for ids in prompt)  # type: ignore[arg-type]
+    raise ApiError(400, "prompt must be a string, strings, token ids or lists of token ids, not a mix", param="prompt")
+
+
+def _token_prompt(ids: Sequence[int]) -> TokenPrompt:
+    try:
+        return TokenPrompt(pack_ints(ids))
+    except OverflowError:
+        raise ApiError(400, "prompt: a token id does not fit 32 bits", param="prompt") from None
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
+    bias = bias or {}
+    if not all(key.isascii() and key.isdigit() for key in bias):
+        raise ApiError(400, "logit_bias: the keys must be token ids", param="logit_bias")
+    return {int(key): value for key, value in bias.items()}
+
+
+def _job(
+    body: protocol.SamplingFields,
+    prompts: tuple[TextPrompt | ChatPrompt | TokenPrompt, ...],
+    max_tokens: int | None,
+    logprobs: int | None,
+    model: ModelInfo,
+    renamed: dict[str, str],
+    echo: tuple[str, ...] = (),
+) -> Job:
+    stop = body.stop
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=_given(body.min_tokens, 0),
+        temperature=_given(body.temperature, 1.0),
+        top_p=_given(body.top_p, 1.0),
+        top_k=0 if body.top_k in (None, -1) else body.top_k,
+        min_p=_given(body.min_p, 0.0),
+        seed=body.seed,
+        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        presence_penalty=_given(body.presence_penalty, 0.0),
+        frequency_penalty=_given(body.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(body.logit_bias),
+        stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        ignore_eos=bool(body.ignore_eos),
+        skip_special_tokens=_given(body.skip_special_tokens, True),
+        logprobs=logprobs,
+        n=_given(body.n, 1),
+    )
+    try:
+        for prompt in prompts:
+            validate(prompt, params, model)
+    except InvalidRequest as error:
+        if error.param not in renamed:
+            raise ApiError.of_invalid(error) from None
+        name = renamed[error.param]
+        message = error.message.replace(error.param, name, 1)
+        raise ApiError(400, message, param=name, code=error.code) from None
+    return Job(
+        prompts,
+        params,
+        body.model,
+        bool(body.stream),
+        bool(body.stream_options and body.stream_options.include_usage),
+        echo,
+    )

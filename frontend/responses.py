@@ -1,0 +1,233 @@
+"""OpenAI's response objects: whole answers, and the chunks of streamed ones.
+
+Chunks are put together from parts encoded once per request, since a chunk is built for each token.
+"""
+
+import codecs
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import msgspec
+
+from ipc.messages import Delta, Finished, PositionLogprobs, TokenLogprob
+
+from .generation import Batch
+from .protocol import (
+    AssistantMessage,
+    ChatChoice,
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+    TopLogprob,
+    Usage,
+)
+from .requests import Job
+
+_encode = msgspec.json.Encoder().encode
+_LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Responder(ABC):
+    """Builds the answer to one request, streamed or whole. Index is the choice's, over all prompts."""
+
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
+
+    def __init__(self, job: Job, fingerprint: str) -> None:
+        self.job = job
+        self.id = self.id_prefix + uuid.uuid4().hex
+        self.created = int(time.time())
+        self._fingerprint = fingerprint
+        self._begun: set[int] = set()
+        head = {
+            "id": self.id,
+            "object": self.chunk_object_name,
+            "created": self.created,
+            "model": job.model,
+            "system_fingerprint": fingerprint,
+        }
+        self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if job.include_usage else b"]}\n\n"
+
+    def chunks(self, batch: Batch) -> bytes:
+        """Server-sent events for what arrived together; empty when nothing is to be said yet."""
+        deltas: dict[int, list[Delta]] = {}
+        ends: dict[int, Finished] = {}
+        for index, item in batch:
+            if isinstance(item, Finished):
+                ends[index] = item
+                deltas.setdefault(index, [])
+            else:
+                deltas.setdefault(index, []).append(item)
+        choices: list[bytes] = []
+        for index, items in deltas.items():
+            if index not in self._begun:
+                self._begun.add(index)
+                choices += self._first_choices(index)
+            text = "".join(item.text for item in items)
+            logprobs = [position for item in items for position in item.logprobs]
+            if text or logprobs:
+                choices.append(self._text_choice(index, text, self._logprobs(index, logprobs)))
+            if index in ends:
+                choices.append(self._last_choice(index, ends[index]))
+        return b"".join(self._head + choice + self._tail for choice in choices)
+
+    def end(self, usage: Usage) -> bytes:
+        """The events after all choices have finished."""
+        if not self.job.include_usage:
+            return DONE
+        return self._head + b'],"usage":' + _encode(usage) + b"}\n\n" + DONE
+
+    def whole(self, batches: Iterable[Batch], usage: Usage) -> bytes:
+        """The answer to a request that does not stream."""
+        count = len(self.job.prompts) * self.job.params.n
+        texts: list[list[str]] = [[] for _ in range(count)]
+        positions: list[list[PositionLogprobs]] = [[] for _ in range(count)]
+        reasons = [""] * count
+        for batch in batches:
+            for index, item in batch:
+                if isinstance(item, Finished):
+                    reasons[index] = item.reason
+                else:
+                    texts[index].append(item.text)
+                    positions[index] += item.logprobs
+        choices = [
+            self._whole_choice(index, "".join(texts[index]), self._logprobs(index, positions[index]), reasons[index])
+            for index in range(count)
+        ]
+        return _encode(
+            CompletionResponse(
+                id=self.id,
+                object=self.object_name,
+                created=self.created,
+                model=self.job.model,
+                system_fingerprint=self._fingerprint,
+                choices=choices,  # type: ignore[arg-type]
+                usage=usage,
+            )
+        )
+
+    @abstractmethod
+    def _logprobs(self, index: int, positions: list[PositionLogprobs]) -> ChatLogprobs | CompletionLogprobs | None:
+        """Log-probabilities in this API's form; None when none were asked for."""
+
+    @abstractmethod
+    def _first_choices(self, index: int) -> list[bytes]:
+        """What a choice's stream begins with, before any output."""
+
+    @abstractmethod
+    def _text_choice(self, index: int, text: str, logprobs: ChatLogprobs | CompletionLogprobs | None) -> bytes: ...
+
+    @abstractmethod
+    def _last_choice(self, index: int, end: Finished) -> bytes: ...
+
+    @abstractmethod
+    def _whole_choice(
+        self, index: int, text: str, logprobs: ChatLogprobs | CompletionLogprobs | None, reason: str
+    ) -> ChatChoice | CompletionChoice: ...
+
+
+class ChatResponder(Responder):
+    id_prefix = "chatcmpl-"
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+
+    def _logprobs(self, index: int, positions: list[PositionLogprobs]) -> ChatLogprobs | None:
+        if self.job.params.logprobs is None:
+            return None
+        return ChatLogprobs([_chat_logprob(position) for position in positions])
+
+    def _first_choices(self, index: int) -> list[bytes]:
+        delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+        return [b'{"index":%d,%b' % (index, delta)]
+
+    def _text_choice(self, index: int, text: str, logprobs: ChatLogprobs | CompletionLogprobs | None) -> bytes:
+        form = b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}'
+        return form % (index, _encode(text), _encode(logprobs))
+
+    def _last_choice(self, index: int, end: Finished) -> bytes:
+        return b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%b"}' % (index, end.reason.encode())
+
+    def _whole_choice(
+        self, index: int, text: str, logprobs: ChatLogprobs | CompletionLogprobs | None, reason: str
+    ) -> ChatChoice:
+        assert logprobs is None or isinstance(logprobs, ChatLogprobs)
+        return ChatChoice(index, AssistantMessage(text), logprobs, reason)
+
+
+class CompletionResponder(Responder):
+    id_prefix = "cmpl-"
+    object_name = "text_completion"
+    chunk_object_name = "text_completion"
+
+    def __init__(self, job: Job, fingerprint: str) -> None:
+        super().__init__(job, fingerprint)
+        self._offsets: dict[int, _TextOffsets] = {}
+
+    def _echo(self, index: int) -> str:
+        return self.job.echo[index // self.job.params.n] if self.job.echo else ""
+
+    def _logprobs(self, index: int, positions: list[PositionLogprobs]) -> CompletionLogprobs | None:
+        if self.job.params.logprobs is None:
+            return None
+        offsets = self._offsets.setdefault(index, _TextOffsets())
+        return CompletionLogprobs(
+            tokens=[position.chosen.token for position in positions],
+            token_logprobs=[_finite(position.chosen.logprob) for position in positions],
+            top_logprobs=[
+                {token.token: _finite(token.logprob) for token in (*position.top, position.chosen)}
+                for position in positions
+            ],
+            text_offset=[offsets.advance(position.chosen.token_bytes) for position in positions],
+        )
+
+    def _first_choices(self, index: int) -> list[bytes]:
+        echo = self._echo(index)
+        return [self._text_choice(index, echo, None)] if echo else []
+
+    def _text_choice(self, index: int, text: str, logprobs: ChatLogprobs | CompletionLogprobs | None) -> bytes:
+        form = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}'
+        return form % (index, _encode(text), _encode(logprobs))
+
+    def _last_choice(self, index: int, end: Finished) -> bytes:
+        return b'{"index":%d,"text":"","logprobs":null,"finish_reason":"%b"}' % (index, end.reason.encode())
+
+    def _whole_choice(
+        self, index: int, text: str, logprobs: ChatLogprobs | CompletionLogprobs | None, reason: str
+    ) -> CompletionChoice:
+        assert logprobs is None or isinstance(logprobs, CompletionLogprobs)
+        return CompletionChoice(index, self._echo(index) + text, logprobs, reason)
+
+
+class _TextOffsets:
+    """Where each token begins in the output, in characters; one inside a character begins where the character does."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
+
+    def advance(self, token_bytes: bytes) -> int:
+        start = self._characters
+        self._characters += len(self._decoder.decode(token_bytes))
+        return start
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST_LOGPROB)
+
+
+def _top_logprob(token: TokenLogprob) -> TopLogprob:
+    return TopLogprob(token.token, _finite(token.logprob), list(token.token_bytes))
+
+
+def _chat_logprob(position: PositionLogprobs) -> ChatLogprob:
+    chosen = position.chosen
+    top = [_top_logprob(token) for token in position.top]
+    return ChatLogprob(chosen.token, _finite(chosen.logprob), list(chosen.token_bytes), top)

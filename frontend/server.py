@@ -1,0 +1,93 @@
+"""The frontend process: its socket, its tasks, and the launcher's orders."""
+
+import asyncio
+import logging
+import socket
+from typing import Any
+
+from aiohttp import web
+
+from config.schema import ChildSpec
+from ipc.channels import StatsSubscriber
+from ipc.client import AsyncClient
+from ipc.control import Control, Drain, Idle, Order, end_on_error
+
+from .app import make_app
+from .metrics import Metrics
+from .service import Service
+from .streaming import KeepAlive
+
+log = logging.getLogger(__name__)
+
+_FLUSH_SECONDS = 1.2  # for error events to be written once the engine is lost
+_CLOSE_SECONDS = 0.5  # for connections to end
+
+
+async def serve(spec: ChildSpec, control: Control) -> None:
+    """Serve until drained or the engine is lost; raises when a task of the process fails."""
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_on_loop_error)
+    logging.getLogger("aiohttp.server").addFilter(_quiet_bad_requests)
+    client = AsyncClient(spec.endpoints.clients)
+    service = Service(spec, client, Metrics())
+    keep_alive = KeepAlive(service.keepalive_seconds)
+
+    def on_order(order: Order) -> None:
+        loop.call_soon_threadsafe(obey, order)
+
+    def obey(order: Order) -> None:
+        if isinstance(order, Drain):
+            service.drain()
+        else:
+            service.fail(order.reason)
+
+    control.listen(on_order)
+    runner = web.AppRunner(
+        make_app(service, keep_alive),
+        handler_cancellation=True,
+        access_log=None,
+        auto_decompress=False,
+        shutdown_timeout=_CLOSE_SECONDS,
+    )
+    await runner.setup()
+    await web.SockSite(runner, socket.socket(fileno=spec.listen_fd), backlog=1024).start()
+    control.stage("waiting for the engine")
+    stats = StatsSubscriber(spec.endpoints.stats, service.on_stats)
+    stats.start()
+
+    async def announce() -> None:
+        await client.connect()
+        control.ready()
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(keep_alive.run()), group.create_task(announce())]
+        await service.over.wait()
+        for task in tasks:
+            task.cancel()
+    if service.lost is not None:
+        await _flush(service)
+    else:
+        control.report(Idle())
+    await runner.cleanup()
+    stats.close()
+    await client.close()
+
+
+async def _flush(service: Service) -> None:
+    try:
+        async with asyncio.timeout(_FLUSH_SECONDS):
+            await service.idle.wait()
+    except TimeoutError:
+        log.warning("some clients could not be told that the engine is lost")
+
+
+def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # A callback of ours that fails (a link out of order) must end the process; a client's broken connection must not.
+    if "handle" in context:
+        end_on_error(loop, context)
+    log.debug("%s: %r", context.get("message"), context.get("exception"))
+
+
+def _quiet_bad_requests(record: logging.LogRecord) -> bool:
+    """Drops aiohttp's tracebacks for requests that are not HTTP; our own handlers' errors are logged elsewhere."""
+    return record.exc_info is None

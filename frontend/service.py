@@ -1,0 +1,90 @@
+"""What all handlers of one frontend process share: the engine's client, limits, metrics and the process's state."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+from aiohttp import web
+
+from config.schema import ChildSpec
+from ipc.client import AsyncClient
+from ipc.messages import ModelInfo, Stats
+
+from .errors import unavailable
+from .metrics import Metrics
+
+
+class Service:
+    """State of one frontend: loading, serving, draining or lost."""
+
+    def __init__(self, spec: ChildSpec, client: AsyncClient, metrics: Metrics) -> None:
+        self.client = client
+        self.metrics = metrics
+        self.max_body_bytes = spec.config.server.max_body_bytes
+        self.keepalive_seconds = spec.config.server.keepalive_seconds
+        identity = msgspec.json.encode((spec.arch, spec.config.model, spec.config.worker))
+        self.fingerprint = "fp_" + hashlib.sha256(identity).hexdigest()[:10]
+        self.stats: Stats | None = None
+        self._stats_at = 0.0
+        self.draining = False
+        self.lost: str | None = None  # why, once the engine is lost for good
+        self.over = asyncio.Event()  # set when this process has nothing more to wait for
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._running = 0
+
+    def model(self) -> ModelInfo:
+        """The served model; 503 while it cannot be asked."""
+        if self.lost is not None:
+            raise unavailable(self.lost, "engine_unavailable")
+        model = self.client.model
+        if model is None:
+            raise unavailable("the engine is not ready yet", "engine_unavailable")
+        return model
+
+    def model_for_new_request(self) -> ModelInfo:
+        """The served model; 503 as well while draining."""
+        if self.draining:
+            raise unavailable("the server is shutting down and takes no new requests", "draining")
+        return self.model()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Marks a generation as running, for `drain` to wait for."""
+        self._running += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self.idle.set()
+                if self.draining:
+                    self.over.set()
+
+    def drain(self) -> None:
+        """Take no new generation; `over` is set once the running ones have ended."""
+        self.draining = True
+        if not self._running:
+            self.over.set()
+
+    def fail(self, reason: str) -> None:
+        """End every generation with an error that says `reason`."""
+        self.lost = reason
+        self.client.fail_all(reason)
+        self.over.set()
+
+    def on_stats(self, stats: Stats) -> None:
+        """Keep the scheduler's newest counters."""
+        self.stats = stats
+        self._stats_at = time.monotonic()
+
+    def stats_age(self) -> float:
+        """Seconds since the scheduler's counters arrived."""
+        return time.monotonic() - self._stats_at
+
+
+SERVICE: web.AppKey[Service] = web.AppKey("service", Service)

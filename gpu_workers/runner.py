@@ -1,0 +1,119 @@
+"""One step of the model: prepare -> forward -> sample.
+
+What does not belong here: index arithmetic (`prepare`), what is known of a row (`rows`, `sampler_state`), the
+mathematics of sampling (`sampling`), anything about a model or a device (`models`, `backends`), sockets and processes
+(`main`). Nothing here decides what runs: the scheduler does.
+"""
+
+import time
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpu_workers.batch import ForwardBatch
+from gpu_workers.prepare import PreparedStep, prepare
+from gpu_workers.rows import PlanError, Rows
+from gpu_workers.sampler_state import SamplerState
+from gpu_workers.sampling import argmax, sample
+from ipc.messages import RawLogprobs, StepPlan, StepResult
+
+
+class Model(Protocol):
+    """What a step needs of a model (`gpu_workers.models`)."""
+
+    def forward(self, batch: ForwardBatch, kv: Any) -> torch.Tensor:
+        """[S, vocab] float32 logits of `batch.logits_rows`."""
+
+
+class Comm(Protocol):
+    """What a step needs of the ranks' communication (`gpu_workers.comm`)."""
+
+    rank: int
+    size: int
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tensor, on every rank."""
+
+
+class Runner:
+    """Carries out plans on one rank, with the state of up to `max_seqs` requests.
+
+    `kv` is what the model allocated for `num_blocks` blocks of `block_size` positions. All ranks are given the same
+    plans; with several, rank 0 samples and tells the others.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: Any,
+        num_blocks: int,
+        block_size: int,
+        max_seqs: int,
+        max_model_len: int,
+        comm: Comm,
+        *,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._comm = comm
+        self._device = device
+        self._rows = Rows(max_seqs, max_model_len, num_blocks, block_size, vocab_size)
+        self._sampler = SamplerState(max_seqs, vocab_size)
+        self._last_step: int | None = None
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Run one step; its result on rank 0, None on the others.
+
+        Raises `PlanError` when the plan does not follow the last one or does not fit the rows, FloatingPointError when
+        the model computed NaN. The runner is of no use after either.
+        """
+        started = time.perf_counter_ns()
+        if self._last_step is not None and plan.step != self._last_step + 1:
+            raise PlanError(f"step {plan.step} was planned after step {self._last_step}")
+        self._last_step = plan.step
+        self._sampler.free(self._rows.update(plan).tolist())
+        for new in plan.new_rows:
+            self._sampler.add(new)
+        prepared = prepare(self._rows, plan.scheduled, self._device)
+        if prepared is None:
+            return StepResult(step=plan.step, token_ids=b"") if self._comm.rank == 0 else None
+
+        prepare_done = time.perf_counter_ns()
+        with torch.inference_mode():
+            logits = self._model.forward(prepared.batch, self._kv)
+            forward_done = time.perf_counter_ns()
+            token_ids, logprobs = self._sample(logits, prepared)
+        self._rows.append(prepared.sampling_rows, token_ids)
+        self._sampler.record(prepared.sampling_rows, token_ids)
+        if self._comm.rank != 0:
+            return None
+        return StepResult(
+            step=plan.step,
+            token_ids=token_ids.astype("<i4").tobytes(),
+            logprobs=logprobs,
+            prepare_us=(prepare_done - started) // 1000,
+            forward_us=(forward_done - prepare_done) // 1000,
+            sample_us=(time.perf_counter_ns() - forward_done) // 1000,
+        )
+
+    def _sample(
+        self, logits: torch.Tensor, prepared: PreparedStep
+    ) -> tuple[NDArray[np.int64], tuple[RawLogprobs | None, ...]]:
+        rows = prepared.sampling_rows
+        token_ids = np.zeros(len(rows), dtype=np.int64)
+        logprobs: tuple[RawLogprobs | None, ...] = ()
+        if not len(rows):
+            return token_ids, logprobs
+        if self._comm.rank == 0:
+            if self._sampler.all_plain(rows):
+                token_ids = argmax(logits)
+            else:
+                output_index = self._rows.num_tokens[rows] - self._rows.num_prompt[rows]
+                token_ids, logprobs = sample(logits, self._sampler.batch(rows, output_index))
+        if self._comm.size > 1:
+            token_ids = self._comm.broadcast(torch.from_numpy(token_ids).to(self._device)).cpu().numpy()
+        return token_ids, logprobs

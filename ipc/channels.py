@@ -1,0 +1,452 @@
+"""ZeroMQ links: framing, order, loss and back-pressure, the same on every edge.
+
+A message travels as two frames: a header (incarnation and sequence number, both unsigned 64 bits) and the msgpack body.
+The incarnation is the time at which the sender's session began, so of two sessions of one peer the later has the higher
+number: messages of an older one are dropped, a newer one replaces it, and within one the numbers have no gaps.
+
+A peer that dies is noticed by its connection, not by a timeout: a DEALER hears it from its socket monitor, a ROUTER (whose
+monitor does not say whom it lost) then probes each peer with an empty message that ROUTER_MANDATORY refuses to send to
+one that is gone. One `zmq.Context` per process; all sockets are used from one thread only.
+"""
+
+import asyncio
+import logging
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from .codec import Decoder, encode
+from .messages import Message, Stats
+
+log = logging.getLogger(__name__)
+
+In = TypeVar("In")
+
+_HEADER = struct.Struct("<QQ")
+_HWM = 4096  # messages queued inside ZeroMQ per peer, each way
+_MAX_MESSAGE = 64 << 20  # bytes; a 4 MiB body becomes at most a few times as much
+_MAX_BACKLOG = 8192  # messages kept here for a peer whose queue is full, before it is cut off
+_RETRY_SECONDS = 0.005
+
+
+class LinkError(Exception):
+    """A link that can no longer be trusted: a gap in its numbers, or a message that does not decode."""
+
+
+def new_incarnation() -> int:
+    """A number for a session that begins now."""
+    return time.time_ns()
+
+
+def _open(kind: int, *, max_message: int = _MAX_MESSAGE) -> "zmq.Socket[bytes]":
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.SNDHWM, _HWM)
+    socket.set(zmq.RCVHWM, _HWM)
+    socket.set(zmq.MAXMSGSIZE, max_message)
+    socket.set(zmq.IMMEDIATE, 1)  # queue nothing for a connection that does not exist
+    socket.set(zmq.RECONNECT_IVL, 50)
+    socket.set(zmq.RECONNECT_IVL_MAX, 500)
+    return socket
+
+
+class _Inbound:
+    """Order of one peer's messages."""
+
+    __slots__ = ("expected", "incarnation")
+
+    def __init__(self) -> None:
+        self.incarnation = 0
+        self.expected = 0
+
+    def accept(self, header: bytes) -> bool:
+        """True when the message is the next of its session, False when it belongs to an older one."""
+        if len(header) != _HEADER.size:
+            raise LinkError(f"header of {len(header)} bytes")
+        incarnation, sequence = _HEADER.unpack(header)
+        if incarnation < self.incarnation:
+            return False
+        if incarnation > self.incarnation:
+            self.incarnation, self.expected = incarnation, 0
+        if sequence != self.expected:
+            raise LinkError(f"message {sequence} where {self.expected} was due")
+        self.expected += 1
+        return True
+
+
+class _Outbound:
+    """Numbers and backlog of what is sent to one peer."""
+
+    __slots__ = ("backlog", "incarnation", "sequence")
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.sequence = 0
+        self.backlog: deque[tuple[bytes, bytes]] = deque()
+
+    def frame(self, body: bytes) -> tuple[bytes, bytes]:
+        header = _HEADER.pack(self.incarnation, self.sequence)
+        self.sequence += 1
+        return header, body
+
+
+class _AsyncSocket:
+    """A socket on an asyncio loop: wake-ups, draining, and its monitor."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", events: int) -> None:
+        self.socket = socket
+        self._monitor = socket.get_monitor_socket(events)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_frames: Callable[[list[bytes]], None] = lambda frames: None
+        self._on_event: Callable[[int], None] = lambda event: None
+
+    def start(self, on_frames: Callable[[list[bytes]], None], on_event: Callable[[int], None]) -> None:
+        self._on_frames, self._on_event = on_frames, on_event
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.socket.fileno(), self._drain)
+        self._loop.add_reader(self._monitor.fileno(), self._drain_monitor)
+        self._loop.call_soon(self._drain)
+        self._loop.call_soon(self._drain_monitor)
+
+    def _drain(self) -> None:
+        # The descriptor is edge-triggered: everything there must be taken before the next wake-up counts.
+        while self._loop is not None:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_frames(frames)
+
+    def _drain_monitor(self) -> None:
+        while self._loop is not None:
+            try:
+                frames = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_event(int(parse_monitor_message(frames)["event"]))
+
+    def sent(self) -> None:
+        """To be called after each send, which can swallow the wake-up of an arriving message."""
+        if self._loop is not None and self.socket.get(zmq.EVENTS) & zmq.POLLIN:
+            self._loop.call_soon(self._drain)
+
+    def later(self, seconds: float, callback: Callable[[], None]) -> None:
+        if self._loop is not None:
+            self._loop.call_later(seconds, callback)
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self.socket.fileno())
+            self._loop.remove_reader(self._monitor.fileno())
+            self._loop = None
+        self.socket.disable_monitor()
+        self._monitor.close(0)
+        self.socket.close(0)
+
+
+class AsyncRouter(Generic[In]):
+    """The bound end of an edge: many peers, each known by its routing id.
+
+    `on_message(peer, message)` and `on_lost(peer)` are called on the loop. A peer whose messages cannot be trusted is cut
+    off and reported as lost. `send` never blocks: a full peer is buffered up to a bound and then cut off as well.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        decoder: Decoder[In],
+        incarnation: int,
+        on_message: Callable[[bytes, In], None],
+        on_lost: Callable[[bytes], None],
+    ) -> None:
+        self._decoder = decoder
+        self._incarnation = incarnation
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._inbound: dict[bytes, _Inbound] = {}
+        self._outbound: dict[bytes, _Outbound] = {}
+        self._banned: set[bytes] = set()
+        self._retrying = False
+        socket = _open(zmq.ROUTER)
+        socket.set(zmq.ROUTER_MANDATORY, 1)
+        socket.set(zmq.ROUTER_HANDOVER, 1)
+        self._io = _AsyncSocket(socket, zmq.EVENT_DISCONNECTED)
+        socket.bind(endpoint)
+
+    def start(self) -> None:
+        """Begin to receive; needs a running loop."""
+        self._io.start(self._on_frames, self._on_event)
+
+    @property
+    def peers(self) -> tuple[bytes, ...]:
+        return tuple(self._inbound)
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """Send, or buffer; False when the peer is gone (its loss has then been reported)."""
+        if peer not in self._inbound:
+            return False
+        outbound = self._outbound.get(peer)
+        if outbound is None:
+            outbound = self._outbound[peer] = _Outbound(max(self._incarnation, new_incarnation()))
+        frames = outbound.frame(encode(message))
+        if not outbound.backlog and self._try_send(peer, frames):
+            return peer in self._inbound
+        if peer not in self._inbound:
+            return False
+        outbound.backlog.append(frames)
+        if len(outbound.backlog) > _MAX_BACKLOG:
+            log.warning("a peer does not read: cut off with %d messages waiting for it", len(outbound.backlog))
+            self.cut_off(peer)
+            return False
+        self._retry_later()
+        return True
+
+    def _try_send(self, peer: bytes, frames: tuple[bytes, bytes]) -> bool:
+        """True when the frames are out of our hands: sent, or the peer is gone."""
+        try:
+            self._io.socket.send_multipart((peer, *frames), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._lose(peer)
+        self._io.sent()
+        return True
+
+    def _retry_later(self) -> None:
+        if not self._retrying:
+            self._retrying = True
+            self._io.later(_RETRY_SECONDS, self._retry)
+
+    def _retry(self) -> None:
+        self._retrying = False
+        waiting = False
+        for peer, outbound in list(self._outbound.items()):
+            while outbound.backlog and peer in self._inbound:
+                if not self._try_send(peer, outbound.backlog[0]):
+                    waiting = True
+                    break
+                outbound.backlog.popleft()
+        if waiting:
+            self._retry_later()
+
+    def backlog(self) -> int:
+        """Messages that wait for a full peer."""
+        return sum(len(outbound.backlog) for outbound in self._outbound.values())
+
+    def cut_off(self, peer: bytes) -> None:
+        """Send nothing more to this peer and hear nothing more from it."""
+        self._banned.add(peer)
+        self._lose(peer)
+
+    def _lose(self, peer: bytes) -> None:
+        known = self._inbound.pop(peer, None)
+        self._outbound.pop(peer, None)
+        if known is not None:
+            self._on_lost(peer)
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        peer = frames[0]
+        if peer in self._banned:
+            return
+        inbound = self._inbound.get(peer)
+        if inbound is None:
+            inbound = self._inbound[peer] = _Inbound()
+        session = inbound.incarnation
+        try:
+            if len(frames) != 3:
+                raise LinkError(f"{len(frames)} frames")
+            if not inbound.accept(frames[1]):
+                return
+            message = self._decoder(frames[2])
+        except (LinkError, msgspec.DecodeError) as error:
+            log.warning("a peer is cut off: %s", error)
+            self.cut_off(peer)
+            return
+        if session and inbound.incarnation != session:
+            # The same peer in a new session: what the old one left is void.
+            self._outbound.pop(peer, None)
+            self._on_lost(peer)
+        self._on_message(peer, message)
+
+    def _on_event(self, event: int) -> None:
+        for peer in list(self._inbound):
+            try:
+                self._io.socket.send_multipart((peer, b""), zmq.NOBLOCK)
+            except zmq.Again:
+                continue
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                self._lose(peer)
+        if not self._inbound:
+            self._banned.clear()
+        self._io.sent()
+
+    def close(self) -> None:
+        self._io.close()
+
+
+class AsyncDealer(Generic[In]):
+    """The connecting end of an edge.
+
+    `on_connected()` runs each time a connection stands (say hello there), `on_lost()` when it breaks; ZeroMQ then connects
+    again by itself, in a new session. While there is no connection, `send` refuses.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        decoder: Decoder[In],
+        identity: bytes,
+        on_message: Callable[[In], None],
+        on_connected: Callable[[], None],
+        on_lost: Callable[[], None],
+        incarnation: int = 0,
+    ) -> None:
+        self._decoder = decoder
+        self._on_message = on_message
+        self._on_connected = on_connected
+        self._on_lost = on_lost
+        self._inbound = _Inbound()
+        self._outbound = _Outbound(incarnation or new_incarnation())
+        self._retrying = False
+        self.connected = False
+        socket = _open(zmq.DEALER)
+        socket.set(zmq.IDENTITY, identity)
+        self._io = _AsyncSocket(socket, zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._endpoint = endpoint
+
+    def start(self) -> None:
+        """Connect and begin to receive; needs a running loop."""
+        self._io.start(self._on_frames, self._on_event)
+        self._io.socket.connect(self._endpoint)
+
+    def send(self, message: Message) -> bool:
+        """Send, or buffer up to a bound; False when there is no connection or no room."""
+        if not self.connected or len(self._outbound.backlog) >= _MAX_BACKLOG:
+            return False
+        frames = self._outbound.frame(encode(message))
+        if self._outbound.backlog or not self._try_send(frames):
+            self._outbound.backlog.append(frames)
+            self._retry_later()
+        return True
+
+    def _try_send(self, frames: tuple[bytes, bytes]) -> bool:
+        try:
+            self._io.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._io.sent()
+        return True
+
+    def _retry_later(self) -> None:
+        if not self._retrying:
+            self._retrying = True
+            self._io.later(_RETRY_SECONDS, self._retry)
+
+    def _retry(self) -> None:
+        self._retrying = False
+        backlog = self._outbound.backlog
+        while backlog and self._try_send(backlog[0]):
+            backlog.popleft()
+        if backlog:
+            self._retry_later()
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        if len(frames) == 1 and not frames[0]:
+            return  # a probe
+        if len(frames) != 2:
+            raise LinkError(f"{len(frames)} frames from {self._endpoint}")
+        if self._inbound.accept(frames[0]):
+            self._on_message(self._decoder(frames[1]))
+
+    def _on_event(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self.connected:
+            self.connected = True
+            self._on_connected()
+        elif event == zmq.EVENT_DISCONNECTED and self.connected:
+            self.connected = False
+            self._inbound = _Inbound()
+            self._outbound = _Outbound(new_incarnation())
+            self._on_lost()
+
+    def close(self) -> None:
+        self._io.close()
+
+
+class BlockingDealer(Generic[In]):
+    """The connecting end for a thread that has nothing to do but answer."""
+
+    def __init__(self, endpoint: str, identity: bytes, decoder: Decoder[In], incarnation: int = 0) -> None:
+        self._decoder = decoder
+        self._inbound = _Inbound()
+        self._outbound = _Outbound(incarnation or new_incarnation())
+        self._socket = _open(zmq.DEALER)
+        self._socket.set(zmq.IDENTITY, identity)
+        self._socket.connect(endpoint)
+
+    def send(self, message: Message) -> None:
+        """Send, waiting for the connection or for room when there is none."""
+        self._socket.send_multipart(self._outbound.frame(encode(message)))
+
+    def recv(self, timeout: float | None = None) -> In | None:
+        """The next message, or None after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            wait = None if deadline is None else max(0, int((deadline - time.monotonic()) * 1000))
+            if not self._socket.poll(wait):
+                return None
+            frames = self._socket.recv_multipart()
+            if len(frames) == 1 and not frames[0]:
+                continue  # a probe
+            if len(frames) != 2:
+                raise LinkError(f"{len(frames)} frames")
+            if self._inbound.accept(frames[0]):
+                return self._decoder(frames[1])
+
+    def close(self) -> None:
+        self._socket.close(0)
+
+
+class StatsPublisher:
+    """Sends the scheduler's counters to whoever listens; what nobody takes is dropped."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket = _open(zmq.PUB)
+        self._socket.bind(endpoint)
+
+    def send(self, stats: Stats) -> None:
+        self._socket.send(encode(stats), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close(0)
+
+
+class StatsSubscriber:
+    """Calls `on_stats` on the loop with the newest counters."""
+
+    def __init__(self, endpoint: str, on_stats: Callable[[Stats], None]) -> None:
+        self._decoder: Decoder[Stats] = Decoder(Stats)
+        self._on_stats = on_stats
+        self._endpoint = endpoint
+        socket = _open(zmq.SUB)
+        socket.set(zmq.SUBSCRIBE, b"")
+        self._io = _AsyncSocket(socket, zmq.EVENT_DISCONNECTED)
+
+    def start(self) -> None:
+        self._io.start(self._on_frames, lambda event: None)
+        self._io.socket.connect(self._endpoint)
+
+    def _on_frames(self, frames: list[Any]) -> None:
+        self._on_stats(self._decoder(frames[0]))
+
+    def close(self) -> None:
+        self._io.close()

@@ -1,0 +1,271 @@
+"""Client of the engine over ZeroMQ: what the HTTP frontend uses, and what services inside a company use without HTTP.
+
+    client = AsyncClient(["ipc:///run/.../clients-0"])
+    await client.connect()
+    async for items in client.generate(TextPrompt("Once upon a time"), SamplingParams(max_tokens=20)):
+        ...
+
+`Client` is the blocking face of the same thing.
+"""
+
+import asyncio
+import itertools
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
+
+from .channels import AsyncDealer
+from .codec import Decoder
+from .messages import (
+    Abort,
+    ChatPrompt,
+    Delta,
+    Failed,
+    Finished,
+    Generate,
+    Hello,
+    ModelInfo,
+    Outputs,
+    SamplingParams,
+    TextPrompt,
+    ToClient,
+    TokenPrompt,
+    Welcome,
+)
+
+Prompt = TextPrompt | ChatPrompt | TokenPrompt
+T = TypeVar("T")
+
+
+class RequestFailed(Exception):
+    """A request that ended by an error; `failed` has what the HTTP error object would have."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.message)
+        self.failed = failed
+
+
+def _unavailable(request_id: int, message: str) -> Failed:
+    return Failed(request_id, 503, message, "server_error", code="engine_unavailable", retry_after=1.0)
+
+
+class Stream:
+    """The answer to one request. Iterate over it: each item is a non-empty list of what arrived together.
+
+    It ends when every choice has `Finished`, or raises `RequestFailed`.
+    """
+
+    def __init__(self, request_id: int, choices: int, on_abort: Callable[["Stream"], None]) -> None:
+        self.request_id = request_id
+        self._open_choices = choices
+        self._on_abort = on_abort
+        self._items: list[Delta | Finished] = []
+        self._failed: Failed | None = None
+        self._aborted = False
+        self._wake = asyncio.Event()
+
+    @property
+    def done(self) -> bool:
+        """True when nothing more will arrive."""
+        return self._aborted or self._failed is not None or self._open_choices == 0
+
+    def abort(self) -> None:
+        """Stop the generation; whoever iterates gets no further item. Does nothing to a stream that has ended."""
+        if not self.done:
+            self._aborted = True
+            self._wake.set()
+            self._on_abort(self)
+
+    def _put(self, item: Delta | Finished | Failed) -> None:
+        if isinstance(item, Failed):
+            self._failed = item
+        else:
+            self._items.append(item)
+            if isinstance(item, Finished):
+                self._open_choices -= 1
+        self._wake.set()
+
+    async def __aiter__(self) -> AsyncIterator[list[Delta | Finished]]:
+        while True:
+            if not self._items and not self.done:
+                self._wake.clear()
+                await self._wake.wait()
+            if self._aborted:
+                return
+            if self._items:
+                items, self._items = self._items, []
+                yield items
+            elif self._failed is not None:
+                raise RequestFailed(self._failed)
+            elif self.done:
+                return
+
+
+class _Link:
+    """One connection to one tokenizer process, and the requests that go over it."""
+
+    def __init__(self, endpoint: str, on_change: Callable[[], None]) -> None:
+        self.model: ModelInfo | None = None
+        self.streams: dict[int, Stream] = {}
+        self._on_change = on_change
+        decoder: Decoder[ToClient] = Decoder(ToClient)
+        identity = b"client-" + os.urandom(8)
+        self.dealer = AsyncDealer(endpoint, decoder, identity, self._on_message, self._on_connected, self._on_lost)
+        self.dealer.start()
+
+    def _on_connected(self) -> None:
+        self.dealer.send(Hello(f"pid {os.getpid()}"))
+
+    def _on_lost(self) -> None:
+        self.model = None
+        self.fail_all("the connection to the engine was lost")
+        self._on_change()
+
+    def _on_message(self, message: ToClient) -> None:
+        if isinstance(message, Welcome):
+            self.model = message.model
+            self._on_change()
+            return
+        assert isinstance(message, Outputs)
+        for item in message.items:
+            stream = self.streams.get(item.request_id)
+            if stream is None:
+                continue  # aborted here while its outputs were on their way
+            stream._put(item)
+            if stream.done:
+                del self.streams[item.request_id]
+
+    def fail_all(self, reason: str) -> None:
+        streams, self.streams = self.streams, {}
+        for stream in streams.values():
+            stream._put(_unavailable(stream.request_id, reason))
+
+
+class AsyncClient:
+    """Many requests over one connection to each tokenizer process. All methods belong to the loop that called `connect`."""
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        if not endpoints:
+            raise ValueError("endpoints: at least one address is needed")
+        self._endpoints = tuple(endpoints)
+        self._links: list[_Link] = []
+        self._ids = itertools.count(1)
+        self._changed = asyncio.Event()
+
+    async def connect(self, timeout: float | None = None) -> ModelInfo:
+        """Connect and wait until an engine is ready; TimeoutError after `timeout` seconds."""
+        if not self._links:
+            self._links = [_Link(endpoint, self._changed.set) for endpoint in self._endpoints]
+        async with asyncio.timeout(timeout):
+            while (model := self.model) is None:
+                self._changed.clear()
+                await self._changed.wait()
+        return model
+
+    @property
+    def model(self) -> ModelInfo | None:
+        """What is served; None before an engine is ready and after it was lost."""
+        return next((link.model for link in self._links if link.model is not None), None)
+
+    @property
+    def live_requests(self) -> int:
+        return sum(len(link.streams) for link in self._links)
+
+    def generate(self, prompt: Prompt, params: SamplingParams, *, external_id: str = "", namespace: str = "") -> Stream:
+        """Send a request; the stream fails at once when no engine is there."""
+        ready = [link for link in self._links if link.model is not None]
+        request_id = next(self._ids)
+        stream = Stream(request_id, params.n, self._abort)
+        if not ready:
+            stream._put(_unavailable(request_id, "the engine is not ready"))
+            return stream
+        link = min(ready, key=lambda link: len(link.streams))
+        if not link.dealer.send(Generate(request_id, prompt, params, external_id, namespace)):
+            stream._put(_unavailable(request_id, "the engine takes no more requests"))
+            return stream
+        link.streams[request_id] = stream
+        return stream
+
+    def _abort(self, stream: Stream) -> None:
+        for link in self._links:
+            if link.streams.pop(stream.request_id, None) is not None:
+                link.dealer.send(Abort(stream.request_id))
+
+    def fail_all(self, reason: str) -> None:
+        """End every live request with an error that says `reason`, and take no new one."""
+        for link in self._links:
+            link.model = None
+            link.fail_all(reason)
+
+    async def close(self) -> None:
+        """Abort what runs and disconnect."""
+        for link in self._links:
+            for stream in list(link.streams.values()):
+                stream.abort()
+        await asyncio.sleep(0)
+        for link in self._links:
+            link.dealer.close()
+        self._links = []
+
+
+class Client:
+    """The blocking client: an `AsyncClient` on a thread of its own; usable from several threads."""
+
+    def __init__(self, endpoints: Sequence[str], timeout: float | None = 60.0) -> None:
+        """Connect and wait until an engine is ready; TimeoutError after `timeout` seconds."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tokenmill-client", daemon=True)
+        self._thread.start()
+        self._client = AsyncClient(endpoints)
+        try:
+            self.model = self._call(self._client.connect(timeout))
+        except BaseException:
+            self.close()
+            raise
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[list[Delta | Finished]]:
+        """Send a request and iterate over what arrives; leaving the loop early aborts it. Raises `RequestFailed`."""
+
+        async def start() -> tuple[Stream, AsyncIterator[list[Delta | Finished]]]:
+            stream = self._client.generate(prompt, params)
+            return stream, stream.__aiter__()
+
+        async def following(items: AsyncIterator[list[Delta | Finished]]) -> list[Delta | Finished] | None:
+            return await anext(items, None)
+
+        stream, items = self._call(start())
+        try:
+            while (item := self._call(following(items))) is not None:
+                yield item
+        finally:
+            self._loop.call_soon_threadsafe(stream.abort)
+
+    def generate(self, prompt: Prompt, params: SamplingParams) -> list[tuple[str, Finished]]:
+        """Send a request and wait for all its choices: text and end of each, in order of index."""
+        texts: dict[int, list[str]] = {}
+        ends: dict[int, Finished] = {}
+        for items in self.stream(prompt, params):
+            for item in items:
+                if isinstance(item, Finished):
+                    ends[item.index] = item
+                else:
+                    texts.setdefault(item.index, []).append(item.text)
+        return [("".join(texts.get(index, ())), ends[index]) for index in sorted(ends)]
+
+    def close(self) -> None:
+        """Abort what runs and disconnect."""
+        if self._thread.is_alive():
+            self._call(self._client.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,334 @@
+"""Messages between processes: one tagged union per edge.
+
+Array-like and tagged by class name, so the wire carries no field names; a new field is appended with a default, and
+readers of the older form still understand it. Token ids, block ids and other integer columns travel as raw
+little-endian int32 bytes (`bytes` fields whose comment says so), never as lists. Every integer that indexes something is
+checked by its receiver after decoding.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+FinishReason = Literal["stop", "length"]
+
+
+class Message(Struct, tag=True, tag_field="message_type", array_like=True, gc=False, frozen=True):
+    """Base of everything that is sent."""
+
+
+# --- client (HTTP frontend, SDK) <-> tokenizer -----------------------------------------------------------------------
+
+
+class ChatMessage(Message, frozen=True):
+    """One turn of a conversation, its text parts already joined."""
+
+    role: str
+    content: str
+    name: str | None = None
+
+
+class TextPrompt(Message, frozen=True):
+    text: str
+
+
+class ChatPrompt(Message, frozen=True):
+    messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class TokenPrompt(Message, frozen=True):
+    token_ids: bytes  # int32
+
+
+class SamplingParams(Message, frozen=True):
+    """What a client may ask of the sampler; the defaults are OpenAI's. `ipc.validation` holds the bounds."""
+
+    max_tokens: int | None = None  # None: up to the context length
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0  # looks at prompt and output
+    presence_penalty: float = 0.0  # looks at the output only, as does frequency_penalty
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # None: none; k: the chosen token's and the k best
+    n: int = 1
+
+
+class Generate(Message, frozen=True):
+    request_id: int  # unique among the live requests of this client
+    prompt: TextPrompt | ChatPrompt | TokenPrompt
+    params: SamplingParams
+    external_id: str = ""  # x-request-id, for logs and timelines only
+    namespace: str = ""  # prefix-cache namespace, set by the authenticated frontend
+
+
+class Abort(Message, frozen=True):
+    request_id: int
+
+
+class Hello(Message, frozen=True):
+    """First message of a client on a new connection."""
+
+    client: str
+
+
+ToTokenizer = Generate | Abort | Hello
+
+
+class ModelInfo(Message, frozen=True):
+    """What a client needs to know of the served model."""
+
+    names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    created: int  # unix seconds
+    has_chat_template: bool
+
+
+class Welcome(Message, frozen=True):
+    """Answer to `Hello`, sent once the engine behind can take requests."""
+
+    model: ModelInfo
+
+
+class TokenLogprob(Message, frozen=True):
+    """Log-probability (natural logarithm, after penalties and bias, before temperature) of one token."""
+
+    token_id: int
+    token: str
+    token_bytes: bytes
+    logprob: float
+
+
+class PositionLogprobs(Message, frozen=True):
+    """The chosen token of one output position and the best alternatives there, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+class Delta(Message, frozen=True):
+    """New text of one choice; empty while a character or a possible stop string is pending."""
+
+    request_id: int
+    index: int
+    text: str
+    token_ids: bytes  # int32
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+class Finished(Message, frozen=True):
+    """The end of one choice; a request has ended when all its `n` choices have."""
+
+    request_id: int
+    index: int
+    reason: FinishReason
+    stop_reason: str | int | None  # the stop string or stop token id that matched, None for end of sequence and length
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Failed(Message, frozen=True):
+    """The end of a whole request (all choices) by an error, shaped like the HTTP error object."""
+
+    request_id: int
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: float | None = None
+
+
+class Outputs(Message, frozen=True):
+    """Everything one step has for one client."""
+
+    items: tuple[Delta | Finished | Failed, ...]
+
+
+ToClient = Welcome | Outputs
+
+# --- tokenizer <-> scheduler -----------------------------------------------------------------------------------------
+
+
+class SamplingSpec(Message, frozen=True):
+    """What a worker's sampler needs to know; every field has been validated."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int  # unsigned 64 bits; drawn at admission where the client gave none
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    bias_ids: bytes  # int32
+    bias_values: bytes  # float32, as many
+    min_tokens: int
+    banned_ids: bytes  # int32: end-of-sequence and stop ids, impossible before min_tokens outputs
+    logprobs: int  # -1: none; k >= 0: the chosen token's and the k best
+
+
+class Submit(Message, frozen=True):
+    """One choice to generate. The tokenizer has already expanded `n` and bounded `max_tokens`."""
+
+    request_id: int  # unique among the live requests of this tokenizer
+    token_ids: bytes  # int32, at least one
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: bytes  # int32: end-of-sequence ids (unless ignored) and the request's own
+    sampling: SamplingSpec
+    namespace: str = ""
+    priority: int = 0
+
+
+class AbortRequests(Message, frozen=True):
+    request_ids: tuple[int, ...]
+
+
+class StopAt(Message, frozen=True):
+    """A stop string was found: the output ends after `num_tokens` tokens, whatever has been generated since."""
+
+    request_id: int
+    num_tokens: int
+
+
+class TokenizerHello(Message, frozen=True):
+    index: int
+
+
+ToScheduler = Submit | AbortRequests | StopAt | TokenizerHello
+
+
+class SchedulerReady(Message, frozen=True):
+    """The scheduler and all its ranks can take requests."""
+
+    num_blocks: int
+    block_size: int
+
+
+class RawLogprobs(Message, frozen=True):
+    """Log-probabilities of one sampled token."""
+
+    chosen: float
+    top_ids: bytes  # int32
+    top_values: bytes  # float32
+
+
+class RowOutput(Message, frozen=True):
+    """New tokens of one request; `finish` is set with the last ones."""
+
+    request_id: int
+    token_ids: bytes  # int32; may be empty when only `finish` is news
+    finish: FinishReason | None = None
+    stop_token: int | None = None  # the id that ended it
+    cached_tokens: int = 0
+    logprobs: tuple[RawLogprobs, ...] = ()
+
+
+class RowFailed(Message, frozen=True):
+    """A request that ended by an error: refused, or its engine was lost."""
+
+    request_id: int
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: float | None = None
+
+
+class StepOutputs(Message, frozen=True):
+    """Everything one step has for one tokenizer."""
+
+    rows: tuple[RowOutput | RowFailed, ...]
+
+
+FromScheduler = SchedulerReady | StepOutputs
+
+# --- scheduler <-> worker --------------------------------------------------------------------------------------------
+
+
+class NewRow(Message, frozen=True):
+    """A request that takes a row of the worker's state, in full: at its first step, and again after a preemption."""
+
+    row: int
+    token_ids: bytes  # int32: prompt and, after a preemption, the outputs so far
+    num_prompt: int  # of which this many are the prompt (penalties and RNG counters count outputs from here)
+    block_ids: bytes  # int32, the block table so far, shared prefix first
+    sampling: SamplingSpec
+
+
+class StepPlan(Message, frozen=True):
+    """One step of the model. Known rows carry only what changed.
+
+    `scheduled` rows have four columns: row, start position, number of tokens, 1 if the token after the last one is to
+    be sampled. The worker takes token ids from its own copy of the row, into which it also writes what it samples.
+    """
+
+    step: int
+    new_rows: tuple[NewRow, ...]
+    freed_rows: bytes  # int32: rows whose request has ended or was preempted
+    new_blocks: bytes  # int32 x 3: row, index in its block table, block id
+    scheduled: bytes  # int32 x 4: row, start, count, sample
+
+
+ToWorker = StepPlan
+
+
+class WorkerReady(Message, frozen=True):
+    rank: int
+    num_blocks: int
+
+
+class StepResult(Message, frozen=True):
+    """Sampled tokens of one step, in the order of the sampling rows of its plan; only rank 0 sends it."""
+
+    step: int
+    token_ids: bytes  # int32
+    logprobs: tuple[RawLogprobs | None, ...] = ()  # empty, or as long as token_ids
+    prepare_us: int = 0
+    forward_us: int = 0
+    sample_us: int = 0
+
+
+FromWorker = WorkerReady | StepResult
+
+# --- scheduler -> anyone (PUB; may be lost) --------------------------------------------------------------------------
+
+
+class Stats(Message, frozen=True):
+    """Counters since start and gauges of one moment; published a few times a second."""
+
+    time: float  # unix seconds
+    step: int
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int  # held by the prefix cache alone
+    blocks_private: int  # referred to by running requests
+    blocks_in_transit: int  # released, but named by a step that has not come back yet
+    prompt_tokens: int  # admitted
+    cached_tokens: int  # of which found in the prefix cache
+    computed_tokens: int
+    generated_tokens: int
+    preemptions: int
+    finished: int
+    aborted: int
+    refused: int
+    oldest_request_seconds: float  # since the last progress of the request that has waited longest for any
+    stuck_request: str = ""
+    device_busy_seconds: float = 0.0

@@ -1,0 +1,192 @@
+"""Bounds of what a client may ask for, the same over HTTP and over ZeroMQ.
+
+The limits are OpenAI's where OpenAI has one. A prompt and its `max_tokens` must fit the context together
+(`prompt tokens + max_tokens <= max_model_len`); for text and chat prompts, whose length is known only after encoding,
+the tokenizer process checks that.
+"""
+
+import math
+from collections.abc import Iterable
+
+from .codec import unpack_ints
+from .messages import ChatPrompt, ModelInfo, SamplingParams, TextPrompt, TokenPrompt
+
+MAX_CHOICES = 16
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 256
+MAX_STOP_TOKENS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_TEMPERATURE = 2.0
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 2.0
+MAX_BIAS = 100.0
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_INT64 = 1 << 63
+
+
+class InvalidRequest(ValueError):
+    """A request that breaks a bound: `message` says which, `param` names the field, `code` is set where one exists."""
+
+    def __init__(self, message: str, param: str | None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+def validate(prompt: TextPrompt | ChatPrompt | TokenPrompt, params: SamplingParams, model: ModelInfo) -> None:
+    """Raise `InvalidRequest` for the first field that is out of bounds for this model."""
+    validate_params(params, model)
+    if isinstance(prompt, TextPrompt):
+        _check_text("prompt", prompt.text)
+        if not prompt.text:
+            raise InvalidRequest("prompt must not be empty", "prompt")
+    elif isinstance(prompt, TokenPrompt):
+        _check_token_prompt(prompt, params, model)
+    else:
+        _check_chat(prompt, model)
+
+
+def validate_params(params: SamplingParams, model: ModelInfo) -> None:
+    """Raise `InvalidRequest` for the first sampling parameter that is out of bounds for this model."""
+    _check_float("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
+    _check_float("top_p", params.top_p, 0.0, 1.0, above=True)
+    _check_float("min_p", params.min_p, 0.0, 1.0)
+    _check_float("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _check_float("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _check_float("repetition_penalty", params.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, above=True)
+    _check_int("top_k", params.top_k, -1, model.vocab_size)
+    _check_int("n", params.n, 1, MAX_CHOICES)
+    if params.seed is not None:
+        _check_int("seed", params.seed, -_INT64, _INT64 - 1)
+    if params.logprobs is not None:
+        _check_int("logprobs", params.logprobs, 0, min(MAX_LOGPROBS, model.vocab_size))
+    _check_lengths(params, model)
+    _check_stops(params, model)
+    _check_bias(params, model)
+
+
+def _check_float(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequest(f"{name} must be a number", name)
+    if not math.isfinite(value) or value < low or value > high or (above and value <= low):
+        bounds = f"above {low:g} and at most {high:g}" if above else f"between {low:g} and {high:g}"
+        raise InvalidRequest(f"{name} must be {bounds}", name)
+
+
+def _check_int(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be an integer", name)
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be between {low} and {high}", name)
+
+
+def _check_text(name: str, value: str) -> int:
+    """Size of `value` in UTF-8 bytes."""
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{name} must be a string", name)
+    try:
+        return len(value.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{name} holds an unpaired surrogate, which is not text", name) from None
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"{name}: {_short(token_id)} is not a token id between 0 and {vocab_size - 1}", name)
+
+
+def _short(value: object) -> str:
+    try:
+        text = str(value)
+    except ValueError:  # an integer of thousands of digits
+        return "the value"
+    return text if len(text) <= 32 else text[:32] + "..."
+
+
+def _check_lengths(params: SamplingParams, model: ModelInfo) -> None:
+    if params.max_tokens is not None:
+        _check_int("max_tokens", params.max_tokens, 1, _INT64 - 1)
+        if params.max_tokens >= model.max_model_len:
+            raise InvalidRequest(
+                f"max_tokens is {params.max_tokens}, but prompt and output together may have at most "
+                f"{model.max_model_len} tokens",
+                "max_tokens",
+                "context_length_exceeded",
+            )
+    most = model.max_model_len - 1 if params.max_tokens is None else params.max_tokens
+    _check_int("min_tokens", params.min_tokens, 0, _INT64 - 1)
+    if params.min_tokens > most:
+        what = "what the context allows" if params.max_tokens is None else "max_tokens"
+        raise InvalidRequest(f"min_tokens is {params.min_tokens}, more than {what} ({most})", "min_tokens")
+
+
+def _check_stops(params: SamplingParams, model: ModelInfo) -> None:
+    if len(params.stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop may have at most {MAX_STOP_STRINGS} strings, not {len(params.stop)}", "stop")
+    for stop in params.stop:
+        size = _check_text("stop", stop)
+        if not 1 <= size <= MAX_STOP_BYTES:
+            raise InvalidRequest(f"each stop string must have 1 to {MAX_STOP_BYTES} bytes, not {size}", "stop")
+    if len(params.stop_token_ids) > MAX_STOP_TOKENS:
+        raise InvalidRequest(f"stop_token_ids may have at most {MAX_STOP_TOKENS} entries", "stop_token_ids")
+    _check_ids("stop_token_ids", params.stop_token_ids, model.vocab_size)
+
+
+def _check_bias(params: SamplingParams, model: ModelInfo) -> None:
+    if len(params.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"logit_bias may have at most {MAX_LOGIT_BIAS} entries", "logit_bias")
+    _check_ids("logit_bias", params.logit_bias, model.vocab_size)
+    for value in params.logit_bias.values():
+        _check_float("logit_bias", value, -MAX_BIAS, MAX_BIAS)
+
+
+def _check_token_prompt(prompt: TokenPrompt, params: SamplingParams, model: ModelInfo) -> None:
+    try:
+        ids = unpack_ints(prompt.token_ids)
+    except ValueError:
+        raise InvalidRequest("prompt: token ids must be 4-byte integers", "prompt") from None
+    if not ids:
+        raise InvalidRequest("prompt must not be empty", "prompt")
+    if min(ids) < 0 or max(ids) >= model.vocab_size:
+        _check_ids("prompt", ids, model.vocab_size)
+    if len(ids) >= model.max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {len(ids)} tokens, but prompt and output together may have at most "
+            f"{model.max_model_len} tokens",
+            "prompt",
+            "context_length_exceeded",
+        )
+    if params.max_tokens is not None and len(ids) + params.max_tokens > model.max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {len(ids)} tokens and max_tokens is {params.max_tokens}, but prompt and output together "
+            f"may have at most {model.max_model_len} tokens",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+
+
+def _check_chat(prompt: ChatPrompt, model: ModelInfo) -> None:
+    if not model.has_chat_template:
+        raise InvalidRequest("this model has no chat template: use a plain prompt (/v1/completions)", "messages")
+    if not prompt.messages:
+        raise InvalidRequest("messages must not be empty", "messages")
+    for index, message in enumerate(prompt.messages):
+        where = f"messages[{index}]"
+        if message.role not in ROLES:
+            raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
+        _check_text(f"{where}.content", message.content)
+        if message.name is not None:
+            _check_text(f"{where}.name", message.name)
+    if prompt.continue_final_message:
+        if prompt.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+            )
+        if prompt.messages[-1].role != "assistant":
+            raise InvalidRequest(
+                "continue_final_message needs a last message of the assistant", "continue_final_message"
+            )

@@ -1,0 +1,3 @@
+"""Starts the engine: see `python -m launch --help`."""
+
+__version__ = "0.1.0"

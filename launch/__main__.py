@@ -1,0 +1,65 @@
+"""`python -m launch`: arguments -> configuration -> memory plan -> supervisor."""
+
+import os
+import sys
+
+from config.arch import read_arch
+from config.memory_plan import full_report, short_report, shortage
+from config.resolve import resolve
+from config.sources import ConfigError, read_settings
+from ipc.control import StartError
+from launch import __version__
+from launch.listen import open_listener
+from launch.machine import look_around
+from launch.model_source import locate
+from launch.progress import StartDisplay
+from launch.supervisor import Engine, Supervisor
+
+
+def main() -> int:
+    """Exit status: 2 for settings that cannot be used, 1 when the engine could not start or died, else 0."""
+    try:
+        settings = read_settings(sys.argv[1:], os.environ, __version__)
+        for warning in settings.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        asked = settings.config
+        # The port first: it may be taken, and finding the model can mean a long download.
+        listener = None if settings.plan else open_listener(asked.server.host, asked.server.port)
+        source = locate(asked.model.model, asked.model.revision)
+        arch = read_arch(source.path)
+        resolved = resolve(asked, arch, look_around())
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except StartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+    config, plan = resolved.config, resolved.plan
+    if listener is None:
+        print(full_report(plan, config, arch))
+        print("\nchosen for this machine", *resolved.reasons, sep="\n  ")
+    if not plan.fits:
+        print(f"error: {shortage(plan, config)}", file=sys.stderr)
+        return 1
+    if listener is None:
+        return 0
+
+    display = StartDisplay()
+    for reason in resolved.reasons:
+        display.say(reason)
+    display.say(short_report(plan))
+    engine = Engine(
+        config=config,
+        arch=arch,
+        model_path=str(source.path),
+        served_names=config.model.served_model_name or (source.name,),
+        kv_memory_bytes=plan.kv,
+        num_blocks=plan.num_blocks,
+    )
+    with listener:
+        return Supervisor(engine, listener, display).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""What the launcher shows on stderr while the engine starts."""
+
+import sys
+import time
+from typing import TextIO
+
+
+class StartDisplay:
+    """Stages with their times: one live line on a terminal, one line per stage elsewhere."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty()
+        self._began = time.monotonic()
+        self._stages: dict[str, str] = {}
+
+    def stage(self, process: str, stage: str, fraction: float | None = None) -> None:
+        """`process` has come to `stage`, or further within it."""
+        is_news = self._stages.get(process) != stage
+        self._stages[process] = stage
+        if self._live:
+            shown = stage if fraction is None else f"{stage} {fraction:.0%}"
+            others = [f"{name}: {at}" for name, at in self._stages.items() if name != process and at != "ready"]
+            self._write(f"\r\x1b[K{' | '.join([f'{process}: {shown}', *others])[:110]}")
+            if stage == "ready":
+                self._line(f"{process}: {stage}")
+        elif is_news:
+            self._line(f"{process}: {stage}")
+
+    def say(self, text: str) -> None:
+        """A line of its own, with the time."""
+        self._line(text)
+
+    def note(self, text: str) -> None:
+        """Text without the time, for people to copy."""
+        self._write(f"{text}\n")
+
+    def _line(self, text: str) -> None:
+        clear = "\r\x1b[K" if self._live else ""
+        self._write(f"{clear}[{time.monotonic() - self._began:6.2f} s] {text}\n")
+
+    def restart(self) -> None:
+        """Count from now, with nothing started."""
+        self._began = time.monotonic()
+        self._stages.clear()
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()

@@ -1,0 +1,26 @@
+"""Fixtures shared by all tests. What a test needs from outside the repository is found here, or the test skips saying so."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """The default model's GGUF file, which `make setup` puts into models/."""
+    path = REPOSITORY / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    if not path.exists():
+        pytest.skip(f"{path.name} is not in models/: run `make setup`")
+    return path
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """Reference outputs, cases and traces that lie beside the checkout on development machines."""
+    path = Path(os.environ.get("TOKENMILL_SHARED", REPOSITORY.parent / "shared"))
+    if not (path / "reference").exists():
+        pytest.skip("the shared/ folder with reference outputs is not beside this checkout (set TOKENMILL_SHARED)")
+    return path

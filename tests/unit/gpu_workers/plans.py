@@ -1,0 +1,94 @@
+"""Hand-made plans, and a small model whose next token is known, for the tests of the runner."""
+
+import numpy as np
+import torch
+
+from gpu_workers.batch import ForwardBatch
+from ipc.codec import pack_floats, pack_ints
+from ipc.messages import NewRow, SamplingSpec, StepPlan
+
+
+def spec(**changes) -> SamplingSpec:
+    """Greedy, with everything off, but for `changes`; `bias` and `banned` are given as a dict and a list."""
+    bias = changes.pop("bias", {})
+    values = {
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seed": 0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "bias_ids": pack_ints(bias),
+        "bias_values": pack_floats(bias.values()),
+        "min_tokens": 0,
+        "banned_ids": pack_ints(changes.pop("banned", [])),
+        "logprobs": -1,
+    }
+    return SamplingSpec(**(values | changes))
+
+
+def new_row(row: int, token_ids, block_ids, *, num_prompt: int | None = None, sampling=None) -> NewRow:
+    return NewRow(
+        row=row,
+        token_ids=pack_ints(token_ids),
+        num_prompt=len(token_ids) if num_prompt is None else num_prompt,
+        block_ids=pack_ints(block_ids),
+        sampling=sampling or spec(),
+    )
+
+
+def plan(step: int, scheduled=(), *, new=(), freed=(), blocks=()) -> StepPlan:
+    """`scheduled`: (row, start, count, sample); `blocks`: (row, index, block id)."""
+    return StepPlan(
+        step=step,
+        new_rows=tuple(new),
+        freed_rows=pack_ints(freed),
+        new_blocks=pack_ints(value for entry in blocks for value in entry),
+        scheduled=pack_ints(value for entry in scheduled for value in entry),
+    )
+
+
+class OneRank:
+    """The communication of a single rank."""
+
+    rank = 0
+    size = 1
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a single rank has nobody to tell")
+
+
+class HashModel:
+    """Keeps token ids in its KV pool and gives logits that depend on all of a sequence's tokens and their order.
+
+    Whatever goes wrong in slots, block tables or token buffers changes them, and `logits_of` computes them from the plain
+    sequence.
+    """
+
+    def __init__(self, vocab_size: int, num_blocks: int, block_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.block_size = block_size
+        self.kv = torch.full((num_blocks * block_size,), -1, dtype=torch.int64)
+        self.batches: list[ForwardBatch] = []
+
+    def logits_of(self, token_ids) -> torch.Tensor:
+        state = 17
+        for token_id in token_ids:
+            state = (state * 6364136223846793005 + int(token_id) + 1442695040888963407) % (1 << 64)
+        values = np.random.Generator(np.random.PCG64(state)).normal(scale=3, size=self.vocab_size)
+        return torch.from_numpy(values.astype(np.float32))
+
+    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+        self.batches.append(batch)
+        kv[batch.slots] = batch.token_ids
+        logits = torch.empty(len(batch.logits_rows), self.vocab_size)
+        for i, flat in enumerate(batch.logits_rows.tolist()):
+            sequence = next(j for j, end in enumerate(batch.query_starts[1:]) if flat < end)
+            length = int(batch.positions[flat]) + 1
+            assert length == batch.context_lens[sequence] - (batch.query_starts[sequence + 1] - 1 - flat)
+            positions = torch.arange(length)
+            blocks = batch.block_tables[sequence].long()[positions // self.block_size]
+            logits[i] = self.logits_of(kv[blocks * self.block_size + positions % self.block_size])
+        return logits

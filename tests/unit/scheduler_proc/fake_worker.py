@@ -1,0 +1,106 @@
+"""A worker without a model, which checks what a real one relies on.
+
+Its "KV" of a position is a digest of all token ids up to it, so a block that holds anything else than what the block table
+promises (a wrong share, a reuse too early, a hole) is noticed at the step that reads it. The "model" is a function of the
+tokens so far: whatever scheduling does, a request's tokens must be those of `continuation`.
+"""
+
+import hashlib
+from array import array
+
+from ipc.codec import pack_ints, unpack_ints
+from ipc.messages import StepPlan, StepResult
+
+VOCABULARY = 50
+
+
+def _digest(previous: bytes, token: int) -> bytes:
+    return hashlib.blake2b(previous + token.to_bytes(4, "little"), digest_size=8).digest()
+
+
+def next_token(digest: bytes) -> int:
+    """What the "model" samples after a sequence with this digest; id 0 (the end of sequence) now and then."""
+    return int.from_bytes(digest, "little") % VOCABULARY
+
+
+def continuation(prompt: list[int], max_tokens: int, stops: frozenset[int], min_tokens: int = 0) -> list[int]:
+    """The outputs a request must get, computed alone and from scratch."""
+    digest = b""
+    for token in prompt:
+        digest = _digest(digest, token)
+    outputs: list[int] = []
+    while len(outputs) < max_tokens:
+        token = next_token(digest)
+        outputs.append(token)
+        if token in stops and len(outputs) > min_tokens:
+            break
+        digest = _digest(digest, token)
+    return outputs
+
+
+class FakeWorker:
+    """Executes plans in order against a pool of `num_blocks` blocks."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_seqs: int) -> None:
+        self.block_size = block_size
+        self.pool: dict[int, bytes] = {}  # slot -> digest
+        self.num_blocks = num_blocks
+        self.max_seqs = max_seqs
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.next_step = 0
+        self.max_tokens_seen = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert plan.step == self.next_step
+        self.next_step += 1
+        for row in unpack_ints(plan.freed_rows):
+            del self.tokens[row], self.tables[row]
+        for new in plan.new_rows:
+            assert new.row not in self.tokens
+            assert 0 <= new.row < self.max_seqs
+            self.tokens[new.row] = list(unpack_ints(new.token_ids))
+            self.tables[new.row] = list(unpack_ints(new.block_ids))
+        grown = unpack_ints(plan.new_blocks)
+        for row, index, block in zip(grown[::3], grown[1::3], grown[2::3], strict=True):
+            assert index == len(self.tables[row])
+            self.tables[row].append(block)
+        columns = unpack_ints(plan.scheduled)
+        seen: set[int] = set()
+        written: set[int] = set()
+        sampled = array("i")
+        total = 0
+        for row, start, count, sample in zip(columns[::4], columns[1::4], columns[2::4], columns[3::4], strict=True):
+            assert row not in seen
+            seen.add(row)
+            assert count > 0
+            total += count
+            digest = self._check_prefix(row, start)
+            tokens = self.tokens[row]
+            for position in range(start, start + count):
+                digest = _digest(digest, tokens[position])
+                slot = self._slot(row, position)
+                assert slot not in written, "two rows write one slot in one step"
+                written.add(slot)
+                self.pool[slot] = digest
+            if sample:
+                assert start + count == len(tokens), "only the end of the known tokens can be sampled after"
+                token = next_token(digest)
+                tokens.append(token)
+                sampled.append(token)
+        self.max_tokens_seen = max(self.max_tokens_seen, total)
+        return StepResult(plan.step, sampled.tobytes())
+
+    def _slot(self, row: int, position: int) -> int:
+        block = self.tables[row][position // self.block_size]
+        assert 0 <= block < self.num_blocks
+        return block * self.block_size + position % self.block_size
+
+    def _check_prefix(self, row: int, length: int) -> bytes:
+        digest = b""
+        for position in range(length):
+            digest = _digest(digest, self.tokens[row][position])
+            assert self.pool.get(self._slot(row, position)) == digest, f"row {row}: KV of position {position} is not its own"
+        return digest
+
+

@@ -1,0 +1,247 @@
+"""The scheduler core against a worker that checks every position it reads (see fake_worker)."""
+
+import pytest
+
+from ipc.codec import pack_ints, unpack_ints
+from ipc.messages import StepResult, Submit
+from scheduler_proc.core import ProtocolError
+from scheduler_proc.events import Arrived, StepDone
+from tests.unit.scheduler_proc.engine import GREEDY, PEER, Engine
+
+
+def scheduled_rows(plan) -> list[tuple[int, ...]]:
+    columns = unpack_ints(plan.scheduled)
+    return list(zip(columns[::4], columns[1::4], columns[2::4], columns[3::4], strict=True))
+
+
+def test_one_request_gets_its_tokens_and_leaves_its_blocks() -> None:
+    engine = Engine()
+    engine.submit(1, [1, 2, 3, 4, 5], 10, stops=())
+    engine.run_to_idle()
+    assert len(engine.outputs[1]) == 10
+    assert engine.ends[1] == "length"
+
+
+def test_two_steps_are_in_flight_while_one_request_decodes() -> None:
+    engine = Engine()
+    engine.submit(1, [1, 2, 3], 10, stops=())
+    assert [scheduled_rows(plan) for plan in engine.plans] == [[(0, 0, 3, 1)], [(0, 3, 1, 1)]]
+
+
+def test_no_step_is_planned_past_the_last_allowed_token() -> None:
+    engine = Engine()
+    engine.submit(1, [1, 2, 3], 2, stops=())
+    engine.run_to_idle()
+    assert [scheduled_rows(plan) for plan in engine.sent] == [[(0, 0, 3, 1)], [(0, 3, 1, 1)]]
+
+
+def test_long_prompts_are_computed_in_chunks_that_keep_to_the_budget() -> None:
+    engine = Engine(max_step_tokens=8, prefill_chunk=6)
+    engine.submit(1, list(range(1, 21)), 2, stops=())
+    engine.run_to_idle()
+    assert [scheduled_rows(plan)[0][1:] for plan in engine.sent] == [
+        (0, 6, 0),
+        (6, 6, 0),
+        (12, 6, 0),
+        (18, 2, 1),
+        (20, 1, 1),
+    ]
+    assert engine.worker.max_tokens_seen <= 8
+
+
+def test_decoding_requests_go_on_while_a_long_prompt_is_computed() -> None:
+    engine = Engine(max_step_tokens=8)
+    engine.submit(1, [1, 2, 3], 40, stops=())
+    engine.step()
+    engine.submit(2, list(range(1, 41)), 2, stops=())
+    before = len(engine.outputs[1])
+    while 2 not in engine.outputs:
+        engine.step()
+        assert len(engine.outputs[1]) == before + 1, "each step gives the decoding request a token"
+        before += 1
+    engine.run_to_idle()
+
+
+def test_the_second_of_two_equal_prompts_is_found_in_the_cache_up_to_one_block() -> None:
+    engine = Engine(block_size=4, num_blocks=600, max_step_tokens=512)
+    prompt = [1 + i % 40 for i in range(1000)]
+    engine.submit(1, prompt, 2, stops=())
+    engine.run_to_idle()
+    engine.submit(2, prompt, 2, stops=())
+    engine.run_to_idle()
+    assert engine.cached[1] == 0
+    assert engine.cached[2] == 996
+
+
+def test_a_namespace_hides_the_cache_of_another() -> None:
+    engine = Engine()
+    prompt = list(range(1, 18))
+    engine.submit(1, prompt, 1, namespace="a")
+    engine.run_to_idle()
+    engine.submit(2, prompt, 1, namespace="b")
+    engine.run_to_idle()
+    assert engine.cached[2] == 0
+
+
+def test_without_the_prefix_cache_every_block_is_free_at_idle() -> None:
+    engine = Engine(prefix_cache=False)
+    for request_id in range(3):
+        engine.submit(request_id, list(range(1, 18)), 3, stops=())
+    engine.run_to_idle()
+    assert engine.core.kv.pool.num_free == engine.core.kv.pool.total
+
+
+def test_preempted_requests_get_the_same_tokens() -> None:
+    """B078: 8 requests of up to 44 tokens in a pool that holds two and a half of them."""
+    engine = Engine(num_blocks=28, block_size=4, max_seqs=8)
+    for request_id in range(8):
+        engine.submit(request_id, [request_id + 1, 2, 3, 4], 40, stops=())
+    engine.run_to_idle()
+    assert engine.core.planner.num_preemptions > 0
+    assert all(len(engine.outputs[request_id]) == 40 for request_id in range(8))
+
+
+def test_a_request_that_can_never_fit_is_refused_and_blocks_nobody() -> None:
+    """B076."""
+    engine = Engine(num_blocks=10, block_size=4)
+    engine.submit(1, [1] * 30, 20)
+    assert engine.failures[1].status == 400
+    assert engine.failures[1].param == "max_tokens"
+    assert "13 KV blocks" in engine.failures[1].message
+    for request_id in range(2, 12):
+        engine.submit(request_id, [request_id] * 3, 3)
+    engine.run_to_idle()
+    assert all(engine.ends[request_id] != "failed" for request_id in range(2, 12))
+
+
+def test_many_one_token_requests_leak_nothing() -> None:
+    """B077: requests that end in their first step, mixed with decoding ones."""
+    engine = Engine(max_seqs=4)
+    engine.submit(0, [7, 8, 9], 60, stops=())
+    for request_id in range(1, 50):
+        engine.submit(request_id, [request_id % 40 + 1, 2, 3, 4, 5], 1)
+        engine.step()
+    engine.run_to_idle()
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_abort_at_every_chunk_of_a_prompt(steps: int) -> None:
+    """B073: nothing comes after the abort, and every block comes back."""
+    engine = Engine(max_step_tokens=8, num_blocks=32)
+    engine.submit(1, list(range(1, 41)), 5, stops=())
+    for _ in range(steps):
+        engine.step()
+    engine.abort(1)
+    engine.run_to_idle()
+
+
+def test_abort_while_waiting() -> None:
+    engine = Engine(max_seqs=1)
+    engine.submit(1, [1, 2, 3], 5, stops=())
+    engine.submit(2, [1, 2, 3], 5, stops=())
+    engine.abort(2)
+    engine.run_to_idle()
+    assert 2 not in engine.outputs
+
+
+def test_a_stop_string_found_downstream_ends_the_request() -> None:
+    engine = Engine()
+    engine.submit(1, [1, 2, 3], 50, stops=())
+    engine.step()
+    engine.step()
+    engine.stop(1, 1)
+    engine.run_to_idle()
+    assert engine.core.counters.finished == 1
+    assert engine.core.counters.generated_tokens == 1
+
+
+def test_min_tokens_counts_outputs_only() -> None:
+    """B026: a stop id among the first min_tokens outputs ends nothing (the sampler bans it; here it is let through)."""
+    engine = Engine()
+    for request_id in range(20):
+        engine.submit(request_id, [request_id + 1] * 20, 30, stops=tuple(range(25)), min_tokens=5)
+    engine.run_to_idle()
+    assert all(len(outputs) > 5 for outputs in engine.outputs.values())
+
+
+def test_queue_bounds_refuse_with_a_time_to_retry() -> None:
+    engine = Engine(max_seqs=1, max_queue_requests=2)
+    for request_id in range(5):
+        engine.submit(request_id, [1, 2, 3], 3, stops=())
+    assert sorted(engine.failures) == [3, 4]
+    assert engine.failures[3].status == 429
+    assert engine.failures[3].retry_after
+    engine.run_to_idle()
+    engine = Engine(max_seqs=1, max_queue_tokens=25)
+    for request_id in range(4):
+        engine.submit(request_id, [1] * 10, 3, stops=())
+    assert sorted(engine.failures) == [3]
+    engine.run_to_idle()
+    assert engine.core._queued_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "param"),
+    [([], 5, "prompt"), ([-1], 5, "prompt"), ([50], 5, "prompt"), ([1], 0, "max_tokens"), ([1], 1024, "max_tokens")],
+)
+def test_bad_submissions_are_refused_by_name(prompt: list[int], max_tokens: int, param: str) -> None:
+    engine = Engine()
+    engine.submit(1, prompt, max_tokens)
+    assert engine.failures[1].status == 400
+    assert engine.failures[1].param == param
+
+
+def test_a_live_request_id_cannot_be_used_twice() -> None:
+    engine = Engine()
+    engine.submit(1, [1, 2], 5, stops=())
+    refusal = engine.core.handle(Arrived(0.0, PEER, Submit(1, pack_ints([1]), 1, 0, b"", GREEDY)))
+    assert refusal[0].rows[0].param == "request_id"
+
+
+def test_a_lost_peer_takes_its_requests_along() -> None:
+    engine = Engine()
+    for request_id in range(4):
+        engine.submit(request_id, [request_id + 1, 2, 3], 50, stops=())
+    engine.step()
+    engine.lose_peer()
+    engine.run_to_idle()
+
+
+def test_a_lost_engine_ends_every_request_once_and_refuses_new_ones() -> None:
+    engine = Engine(max_seqs=2)
+    for request_id in range(5):
+        engine.submit(request_id, [request_id + 1, 2, 3], 50, stops=())
+    engine.step()
+    engine.lose_engine()
+    assert sorted(engine.failures) == [0, 1, 2, 3, 4]
+    engine.submit(9, [1], 1)
+    assert engine.failures[9].status == 503
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("result", [StepResult(1, b""), StepResult(0, b""), StepResult(0, pack_ints([1, 2]))])
+def test_results_that_fit_no_step_are_an_error(result: StepResult) -> None:
+    engine = Engine()
+    engine.submit(1, [1, 2, 3], 5, stops=())
+    with pytest.raises(ProtocolError):
+        engine.core.handle(StepDone(1.0, result))
+
+
+def test_a_sampled_id_outside_the_vocabulary_is_an_error() -> None:
+    engine = Engine()
+    engine.submit(1, [1, 2, 3], 5, stops=())
+    with pytest.raises(ProtocolError, match="vocabulary"):
+        engine.core.handle(StepDone(1.0, StepResult(0, pack_ints([50]))))
+
+
+def test_a_short_request_overtakes_long_ones() -> None:
+    engine = Engine(max_seqs=40, num_blocks=2000, max_step_tokens=64)
+    for request_id in range(32):
+        engine.submit(request_id, [request_id + 1] * (5 + request_id), 100, stops=())
+    for _ in range(10):
+        engine.step()
+    engine.submit(99, [1, 2, 3], 4, stops=())
+    while 99 not in engine.ends:
+        engine.step()
+    assert all(len(engine.outputs[request_id]) < 40 for request_id in range(32))
+    engine.run_to_idle()

@@ -1,0 +1,63 @@
+"""Prompts to token ids, off the event loop unless the prompt is short."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ipc.codec import unpack_ints
+from ipc.messages import ChatPrompt, TextPrompt, TokenPrompt
+from ipc.validation import InvalidRequest
+
+from .templates import TemplateError, TemplateRenderer
+from .vocabulary import Vocabulary
+
+Prompt = TextPrompt | ChatPrompt | TokenPrompt
+
+_SHORT_CHARS = 200  # about 0.1 ms of encoding, which is what a thread's wake-up costs
+_THREADS = 2  # so that one very long text does not stand before all others
+
+
+class PromptEncoder:
+    """Renders and encodes. The tokenizers library releases the GIL, so threads do not stop the loop."""
+
+    def __init__(self, vocabulary: Vocabulary, renderer: TemplateRenderer | None) -> None:
+        """`renderer` is None when the model has no chat template."""
+        self._vocabulary = vocabulary
+        self._renderer = renderer
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="encode")
+
+    def encode_now(self, prompt: Prompt) -> Sequence[int] | None:
+        """Token ids, where that takes no time worth yielding for; else None, and `encode` is to be awaited."""
+        if isinstance(prompt, TokenPrompt):
+            return unpack_ints(prompt.token_ids)
+        if isinstance(prompt, TextPrompt) and len(prompt.text) <= _SHORT_CHARS:
+            return self._vocabulary.encode(prompt.text, add_special_tokens=True)
+        return None
+
+    async def encode(self, prompt: Prompt) -> Sequence[int]:
+        """Token ids; `InvalidRequest` when the chat template refuses the messages."""
+        if isinstance(prompt, TokenPrompt):
+            return unpack_ints(prompt.token_ids)
+        if isinstance(prompt, TextPrompt):
+            return await self._encode_text(prompt.text, add_special_tokens=True)
+        if self._renderer is None:
+            raise InvalidRequest("this model has no chat template: use a plain prompt (/v1/completions)", "messages")
+        try:
+            text = await self._renderer.render(prompt)
+        except TemplateError as error:
+            raise InvalidRequest(str(error), "messages") from error
+        return await self._encode_text(text, add_special_tokens=False)
+
+    async def _encode_text(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+        if len(text) <= _SHORT_CHARS:
+            return self._vocabulary.encode(text, add_special_tokens=add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._threads, lambda: self._vocabulary.encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def close(self) -> None:
+        """End the template's child and take no more work."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._renderer is not None:
+            await self._renderer.close()

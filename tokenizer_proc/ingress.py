@@ -1,0 +1,108 @@
+"""From a validated request and its encoded prompt to what the scheduler gets."""
+
+import os
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+
+from ipc.codec import pack_floats, pack_ints
+from ipc.messages import ChatPrompt, Generate, ModelInfo, SamplingParams, SamplingSpec, Submit
+from ipc.validation import InvalidRequest
+
+_SEED_MASK = (1 << 64) - 1
+
+
+class Limits(Struct, frozen=True):
+    """What the engine behind can take; counts of tokens."""
+
+    model: ModelInfo
+    eos_token_ids: tuple[int, ...]
+    pool_tokens: int  # positions in the KV pool
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of prompt and output together that can ever be computed."""
+        return min(self.model.max_model_len, self.pool_tokens)
+
+
+def prompt_name(message: Generate) -> str:
+    """The request field that the prompt came in, for error messages."""
+    return "messages" if isinstance(message.prompt, ChatPrompt) else "prompt"
+
+
+def output_budget(num_prompt: int, message: Generate, limits: Limits) -> int:
+    """Most tokens that each choice may generate; `InvalidRequest` when prompt and output do not fit the context."""
+    name = prompt_name(message)
+    context = limits.model.max_model_len
+    params = message.params
+    if num_prompt == 0:
+        raise InvalidRequest(f"{name}: the prompt has no tokens; at least one is needed", name)
+    if num_prompt >= context:
+        raise InvalidRequest(
+            f"{name}: the prompt has {num_prompt} tokens, but prompt and output together may have at most {context}",
+            name,
+            "context_length_exceeded",
+        )
+    if params.max_tokens is None:
+        budget = max(1, limits.longest - num_prompt)
+        if params.min_tokens > budget:
+            raise InvalidRequest(
+                f"min_tokens is {params.min_tokens}, but after a prompt of {num_prompt} tokens only {budget} fit",
+                "min_tokens",
+            )
+        return budget
+    if num_prompt + params.max_tokens > context:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt} tokens and max_tokens is {params.max_tokens}, but prompt and output together "
+            f"may have at most {context} tokens",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+    return params.max_tokens
+
+
+def submits(request_ids: Sequence[int], prompt: Sequence[int], message: Generate, limits: Limits) -> Iterator[Submit]:
+    """One `Submit` for each choice, in order of index, under `request_ids`.
+
+    Choice i of a request with seed s uses seed s + i (modulo 2^64); without a seed each choice draws its own.
+    """
+    params = message.params
+    budget = output_budget(len(prompt), message, limits)
+    if max(prompt) >= limits.model.vocab_size:
+        # Tokenizers of fine-tuned models sometimes know special tokens that the embedding has no row for.
+        name = prompt_name(message)
+        raise InvalidRequest(f"{name}: it holds a special token that the model has no embedding for", name)
+    stop_ids = sorted({*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)})
+    token_ids, stop_token_ids = pack_ints(prompt), pack_ints(stop_ids)
+    for index, request_id in enumerate(request_ids):
+        if params.seed is None:
+            seed = int.from_bytes(os.urandom(8), "little")
+        else:
+            seed = (params.seed + index) & _SEED_MASK
+        yield Submit(
+            request_id,
+            token_ids,
+            budget,
+            params.min_tokens,
+            stop_token_ids,
+            _sampling(params, seed, stop_token_ids if params.min_tokens else b""),
+            message.namespace,
+        )
+
+
+def _sampling(params: SamplingParams, seed: int, banned_ids: bytes) -> SamplingSpec:
+    return SamplingSpec(
+        temperature=params.temperature,
+        top_k=max(0, params.top_k),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=seed,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        bias_ids=pack_ints(params.logit_bias.keys()),
+        bias_values=pack_floats(params.logit_bias.values()),
+        min_tokens=params.min_tokens,
+        banned_ids=banned_ids,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+    )

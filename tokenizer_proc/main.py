@@ -1,0 +1,134 @@
+"""The tokenizer process: sockets around `tokenizer_proc.service`."""
+
+import os
+
+# Read by the tokenizers library when it is first used: its own thread pool would fight the model for the cores.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+import uvloop
+
+from config.schema import ChildSpec
+from ipc.channels import AsyncDealer, AsyncRouter
+from ipc.codec import Decoder
+from ipc.control import Control, Drain, Idle, Order, end_on_error
+from ipc.messages import FromScheduler, ModelInfo, SchedulerReady, TokenizerHello, ToTokenizer
+
+from .encoding import PromptEncoder
+from .ingress import Limits
+from .service import Service
+from .templates import TemplateError, TemplateRenderer
+from .vocabulary import Vocabulary, load_vocabulary
+
+log = logging.getLogger(__name__)
+
+_FLUSH_SECONDS = 0.2  # for the last messages to leave before the process does
+
+
+class Tokenizer:
+    """The shell: connects the service to its peers, and ends when told to."""
+
+    def __init__(self, spec: ChildSpec, control: Control, vocabulary: Vocabulary) -> None:
+        max_model_len = spec.config.model.max_model_len
+        assert max_model_len is not None  # resolved by the launcher
+        self._spec = spec
+        self._control = control
+        self._ready = False
+        self._ended = asyncio.Event()
+        self._renderer: TemplateRenderer | None = None
+        if vocabulary.chat_template is not None:
+            self._renderer = TemplateRenderer(
+                vocabulary.chat_template, vocabulary.special_tokens, spec.config.tokenizer.template_timeout
+            )
+        self._encoder = PromptEncoder(vocabulary, self._renderer)
+        model = ModelInfo(
+            spec.served_names, max_model_len, spec.arch.vocab_size, int(time.time()), self._renderer is not None
+        )
+        from_client: Decoder[ToTokenizer] = Decoder(ToTokenizer)
+        from_scheduler: Decoder[FromScheduler] = Decoder(FromScheduler)
+        endpoint = spec.endpoints.clients[spec.index]
+        identity = b"tok%d" % spec.index
+        self._service = Service(
+            vocabulary,
+            self._encoder,
+            Limits(model, spec.arch.eos_token_ids, spec.num_blocks * spec.config.scheduler.block_size),
+            max_encoding=spec.config.scheduler.max_queue_requests,
+            to_client=lambda peer, message: self._clients.send(peer, message),
+            to_scheduler=lambda message: self._scheduler.send(message),
+            on_idle=self._idle,
+        )
+        self._clients = AsyncRouter(
+            endpoint, from_client, spec.incarnation, self._service.from_client, self._service.client_lost
+        )
+        self._scheduler = AsyncDealer(
+            spec.endpoints.scheduler,
+            from_scheduler,
+            identity,
+            self._from_scheduler,
+            self._scheduler_connected,
+            self._scheduler_lost,
+        )
+
+    async def run(self) -> int:
+        """Serve until told to end."""
+        loop = asyncio.get_running_loop()
+        self._control.listen(lambda order: loop.call_soon_threadsafe(self._obey, order))
+        if self._renderer is not None:
+            self._control.stage("checking the chat template")
+            try:
+                await self._renderer.start()
+                await self._renderer.check_generation_prompt()
+            except TemplateError as error:
+                log.warning("chat requests will fail: %s", error)
+        self._control.stage("waiting for the scheduler")
+        self._clients.start()
+        self._scheduler.start()
+        await self._ended.wait()
+        await self._encoder.close()
+        await asyncio.sleep(_FLUSH_SECONDS)
+        self._clients.close()
+        self._scheduler.close()
+        return 0
+
+    def _obey(self, order: Order) -> None:
+        if isinstance(order, Drain):
+            self._service.drain()
+        else:
+            self._service.fail_all(order.reason)
+            self._ended.set()
+
+    def _idle(self) -> None:
+        self._control.report(Idle())
+        self._ended.set()
+
+    def _scheduler_connected(self) -> None:
+        self._scheduler.send(TokenizerHello(self._spec.index))
+
+    def _scheduler_lost(self) -> None:
+        log.error("the scheduler is gone")
+        self._service.scheduler_lost()
+
+    def _from_scheduler(self, message: FromScheduler) -> None:
+        if not isinstance(message, SchedulerReady):
+            self._service.from_scheduler(message)
+            return
+        self._service.scheduler_ready()
+        if not self._ready:
+            self._ready = True
+            self._control.ready()
+
+
+def main(spec: ChildSpec, control: Control) -> int:
+    """Entry point of the process; `launch.child` calls it."""
+    control.stage("loading the vocabulary")
+    vocabulary = load_vocabulary(Path(spec.model_path))
+
+    async def run() -> int:
+        asyncio.get_running_loop().set_exception_handler(end_on_error)
+        return await Tokenizer(spec, control, vocabulary).run()
+
+    return uvloop.run(run())

@@ -1,0 +1,315 @@
+"""Requests between clients and the scheduler: who asked for what, and where its outputs go.
+
+No sockets here: messages come in through methods and leave through two callables. Encoding is in
+`tokenizer_proc.encoding`, the text of a choice in `tokenizer_proc.choice`. Whatever goes wrong with one request ends that
+request, never the process.
+"""
+
+import asyncio
+import itertools
+import logging
+import traceback
+from collections.abc import Callable, Iterable
+
+from ipc.messages import (
+    Abort,
+    AbortRequests,
+    Delta,
+    Failed,
+    Finished,
+    Generate,
+    Hello,
+    Outputs,
+    RowFailed,
+    RowOutput,
+    StepOutputs,
+    StopAt,
+    ToClient,
+    ToScheduler,
+    ToTokenizer,
+    Welcome,
+)
+from ipc.validation import InvalidRequest, validate
+
+from .choice import Choice
+from .encoding import PromptEncoder
+from .ingress import Limits, prompt_name, submits
+from .vocabulary import Vocabulary
+
+log = logging.getLogger(__name__)
+
+_MAX_STALE = 1 << 16  # ended requests whose late outputs are expected; older ones have long been answered
+
+_Outgoing = Delta | Finished | Failed
+
+
+class _Request:
+    """One `Generate`: its live choices by the scheduler's id, and its encoding while that runs."""
+
+    def __init__(self, peer: bytes, message: Generate) -> None:
+        self.peer = peer
+        self.message = message
+        self.choices: dict[int, Choice] = {}
+        self.encoding: asyncio.Task[None] | None = None
+
+    @property
+    def key(self) -> tuple[bytes, int]:
+        return self.peer, self.message.request_id
+
+    def failed(self, status: int, message: str, param: str | None = None, code: str | None = None) -> Failed:
+        kinds = {400: "invalid_request_error", 429: "rate_limit_error"}
+        retry_after = 1.0 if status in (429, 503) else None
+        kind = kinds.get(status, "server_error")
+        return Failed(self.message.request_id, status, message, kind, param, code, retry_after)
+
+
+class Service:
+    """State of the tokenizer process. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        encoder: PromptEncoder,
+        limits: Limits,
+        *,
+        max_encoding: int,
+        to_client: Callable[[bytes, ToClient], bool],
+        to_scheduler: Callable[[ToScheduler], bool],
+        on_idle: Callable[[], None],
+    ) -> None:
+        """`max_encoding`: prompts that may wait for their encoding. `on_idle` runs when a drain is complete."""
+        self._vocabulary = vocabulary
+        self._encoder = encoder
+        self._limits = limits
+        self._max_encoding = max_encoding
+        self._to_client = to_client
+        self._to_scheduler = to_scheduler
+        self._on_idle = on_idle
+        self._requests: dict[tuple[bytes, int], _Request] = {}
+        self._by_id: dict[int, _Request] = {}
+        self._ids = itertools.count(1)
+        self._stale: dict[int, None] = {}  # in order of their end
+        self._encoding = 0
+        self._greeted: set[bytes] = set()
+        self._unavailable: str | None = "the engine is not ready yet"
+        self._draining = False
+        self.unknown_outputs = 0  # rows for requests that never existed or ended long ago
+
+    @property
+    def live_requests(self) -> int:
+        return len(self._requests)
+
+    # --- clients ---
+
+    def from_client(self, peer: bytes, message: ToTokenizer) -> None:
+        """Handle one message of a client."""
+        match message:
+            case Generate():
+                self._generate(peer, message)
+            case Abort(request_id):
+                request = self._requests.get((peer, request_id))
+                if request is not None:
+                    self._cancel([request])
+            case Hello():
+                self._greeted.add(peer)
+                if self._unavailable is None:
+                    self._welcome(peer)
+
+    def client_lost(self, peer: bytes) -> None:
+        """Nobody reads this client's outputs any more: abort its requests."""
+        self._greeted.discard(peer)
+        self._cancel([request for request in self._requests.values() if request.peer == peer])
+
+    def _welcome(self, peer: bytes) -> None:
+        self._to_client(peer, Welcome(self._limits.model))
+
+    def _generate(self, peer: bytes, message: Generate) -> None:
+        request = _Request(peer, message)
+        if request.key in self._requests:
+            # The first request of this number goes on; its own answer stays apart from this one's in time only.
+            self._refuse(request, request.failed(400, "request_id is already in use", "request_id"))
+            return
+        if self._unavailable is not None or self._draining:
+            reason = self._unavailable or "the engine is shutting down"
+            self._refuse(request, request.failed(503, reason, code="engine_unavailable"))
+            return
+        self._requests[request.key] = request
+        try:
+            validate(message.prompt, message.params, self._limits.model)
+            token_ids = self._encoder.encode_now(message.prompt)
+            if token_ids is not None:
+                self._submit(request, token_ids)
+                return
+        except Exception as error:
+            self._drop(request, error)
+            return
+        if self._encoding >= self._max_encoding:
+            self._end(request)
+            self._refuse(request, request.failed(429, "too many prompts are waiting to be encoded", code="queue_full"))
+            return
+        self._encoding += 1
+        request.encoding = asyncio.get_running_loop().create_task(self._encode(request))
+        request.encoding.add_done_callback(self._encoded)
+
+    async def _encode(self, request: _Request) -> None:
+        try:
+            token_ids = await self._encoder.encode(request.message.prompt)
+            if self._requests.get(request.key) is request:
+                self._submit(request, token_ids)
+        except Exception as error:
+            if self._requests.get(request.key) is request:
+                self._drop(request, error)
+
+    def _encoded(self, task: asyncio.Task[None]) -> None:
+        self._encoding -= 1
+
+    def _submit(self, request: _Request, prompt: Iterable[int]) -> None:
+        token_ids = list(prompt)
+        message = request.message
+        ids = [next(self._ids) for _ in range(message.params.n)]
+        to_send = list(submits(ids, token_ids, message, self._limits))
+        for index, request_id in enumerate(ids):
+            choice = Choice(message.request_id, index, token_ids, message.params, self._vocabulary)
+            request.choices[request_id] = choice
+            self._by_id[request_id] = request
+        for submit in to_send:
+            if not self._to_scheduler(submit):
+                self._cancel([request])
+                self._refuse(request, request.failed(503, "the engine is not reachable", code="engine_unavailable"))
+                return
+
+    def _refuse(self, request: _Request, failed: Failed) -> None:
+        self._to_client(request.peer, Outputs((failed,)))
+
+    def _drop(self, request: _Request, error: Exception) -> None:
+        """End a request that did not get as far as the scheduler, or not wholly."""
+        self._cancel([request])
+        self._refuse(request, self._explain(request, error))
+
+    def _explain(self, request: _Request, error: Exception) -> Failed:
+        if isinstance(error, InvalidRequest):
+            return request.failed(400, error.message, error.param, error.code)
+        # The text of an unexpected error may quote the prompt, which does not belong in logs; its place does.
+        place = "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
+        log.error("a request failed: %s: %s", type(error).__name__, place)
+        return request.failed(500, "the request could not be processed", code="internal_error")
+
+    def _cancel(self, requests: Iterable[_Request]) -> None:
+        """End requests without a word to their client, and abort what the scheduler has of them."""
+        aborted: list[int] = []
+        for request in requests:
+            aborted += request.choices
+            self._end(request)
+        if aborted:
+            self._to_scheduler(AbortRequests(tuple(aborted)))
+
+    def _end(self, request: _Request) -> None:
+        self._requests.pop(request.key, None)
+        if request.encoding is not None:
+            if request.encoding is not asyncio.current_task():
+                request.encoding.cancel()
+            request.encoding = None
+        for request_id in request.choices:
+            self._forget(request_id)
+        request.choices = {}
+        if self._draining and not self._requests:
+            self._on_idle()
+
+    def _forget(self, request_id: int) -> None:
+        """A choice that ended here first: rows of it may still be on their way."""
+        del self._by_id[request_id]
+        self._expect_late_rows(request_id)
+
+    def _expect_late_rows(self, request_id: int) -> None:
+        self._stale[request_id] = None
+        if len(self._stale) > _MAX_STALE:
+            del self._stale[next(iter(self._stale))]
+
+    # --- scheduler ---
+
+    def scheduler_ready(self) -> None:
+        """The engine takes requests: tell every client that said hello."""
+        self._unavailable = None
+        for peer in list(self._greeted):
+            self._welcome(peer)
+
+    def scheduler_lost(self) -> None:
+        """Every request behind the scheduler is gone; new ones are refused until it is back."""
+        self.fail_all("the scheduler is gone")
+
+    def fail_all(self, reason: str) -> None:
+        """End every live request with a 503 that says `reason`, and refuse new ones until the scheduler is ready."""
+        self._unavailable = reason
+        items: dict[bytes, list[_Outgoing]] = {}
+        for request in list(self._requests.values()):
+            items.setdefault(request.peer, []).append(request.failed(503, reason, code="engine_unavailable"))
+            self._end(request)
+        self._send(items)
+
+    def drain(self) -> None:
+        """Refuse new requests; `on_idle` runs when the last live one has ended."""
+        self._draining = True
+        if not self._requests:
+            self._on_idle()
+
+    def from_scheduler(self, message: StepOutputs) -> None:
+        """Turn the rows of one step into one message for each client."""
+        items: dict[bytes, list[_Outgoing]] = {}
+        aborts: list[int] = []
+        stops: list[StopAt] = []
+        for row in message.rows:
+            request = self._by_id.get(row.request_id)
+            if request is None:
+                self._unexpected(row, aborts)
+                continue
+            outgoing = items.setdefault(request.peer, [])
+            if isinstance(row, RowFailed):
+                outgoing.append(self._row_failed(request, row, aborts))
+                continue
+            try:
+                progress = request.choices[row.request_id].take(row)
+            except Exception as error:
+                outgoing.append(self._explain(request, error))
+                aborts += request.choices
+                self._end(request)
+                continue
+            if progress.delta is not None:
+                outgoing.append(progress.delta)
+            if progress.finished is not None:
+                outgoing.append(progress.finished)
+                self._finish(request, row)
+            if progress.stop_at is not None:
+                stops.append(StopAt(row.request_id, progress.stop_at))
+        for stop in stops:
+            self._to_scheduler(stop)
+        if aborts:
+            self._to_scheduler(AbortRequests(tuple(aborts)))
+        self._send(items)
+
+    def _finish(self, request: _Request, row: RowOutput) -> None:
+        del request.choices[row.request_id]
+        self._forget(row.request_id)
+        if row.finish is not None:
+            del self._stale[row.request_id]  # the scheduler has ended it too
+        if not request.choices:
+            self._end(request)
+
+    def _row_failed(self, request: _Request, row: RowFailed, aborts: list[int]) -> Failed:
+        """One choice's failure is the whole request's."""
+        aborts += [request_id for request_id in request.choices if request_id != row.request_id]
+        self._end(request)
+        param = prompt_name(request.message) if row.param == "prompt" else row.param
+        return Failed(request.message.request_id, row.status, row.message, row.type, param, row.code, row.retry_after)
+
+    def _unexpected(self, row: RowOutput | RowFailed, aborts: list[int]) -> None:
+        if row.request_id in self._stale:
+            return
+        self.unknown_outputs += 1
+        log.warning("output for an unknown request (%d so far): it is aborted", self.unknown_outputs)
+        aborts.append(row.request_id)
+        self._expect_late_rows(row.request_id)
+
+    def _send(self, items: dict[bytes, list[_Outgoing]]) -> None:
+        for peer, outgoing in items.items():
+            if outgoing:
+                self._to_client(peer, Outputs(tuple(outgoing)))
