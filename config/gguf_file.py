@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata and where each tensor lies. Versions 2 and 3, little-endian.
 
-Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md. The file is untrusted: every count, length and offset is checked
-against its size. Arrays (the tokenizer's have 100,000 strings) are skipped at first and decoded when asked for.
+Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md. The file is untrusted: every count, length and offset is
+checked against its size. Arrays (the tokenizer's have 100,000 strings) are skipped at first and decoded when asked for.
 """
 
 import mmap
@@ -220,7 +220,9 @@ class GGUFFile:
         for size in shape[:-1]:
             num_bytes *= size
         if offset % alignment or offset + num_bytes > self._size:
-            self._fail(f"tensor {name!r} ({num_bytes} bytes at {offset}) is misaligned or reaches past the end of the file")
+            self._fail(
+                f"tensor {name!r} ({num_bytes} bytes at {offset}) is misaligned or reaches past the end of the file"
+            )
         return TensorInfo(name, shape, type_name, offset, num_bytes)
 
 

@@ -4,9 +4,7 @@ All sizes are in bytes. Weights and KV are exact for the shapes in `ModelArch`; 
 themselves take are estimates, and said to be.
 """
 
-from typing import Annotated
-
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from config.bytesize import format_size
 from config.schema import Config, ModelArch
@@ -31,7 +29,7 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
     weights: int
     activations: int
     runtime_total: int  # all processes of the engine together, without model and KV
-    kv_bytes_per_token: Annotated[int, Meta(description="of one rank")]
+    kv_bytes_per_token: int
     block_size: int
     num_blocks: int
     memory_available: int  # of the machine, when the plan was made
@@ -56,34 +54,69 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
         return self.total <= self.memory_available
 
 
-def parameter_count(arch: ModelArch, tp: int = 1) -> int:
-    """Parameters that one of `tp` ranks holds: matrices are split, norms and row-parallel biases are not.
+class _Parameters(Struct, frozen=True):
+    """Parameters of one rank, by the way they are held."""
 
-    The embedding and an untied head are split by vocabulary rows; KV heads fewer than ranks are held by several.
-    """
-    hidden, dim = arch.hidden_size, arch.head_dim
-    queries = arch.num_heads // tp * dim
-    keys = kv_heads_per_rank(arch, tp) * dim
-    inner = arch.intermediate_size // tp
-    layer = hidden * (queries + 2 * keys) + queries * hidden + 3 * hidden * inner + 2 * hidden
+    embedding: int
+    head: int  # 0 when tied: then it is the embedding
+    column_parallel: int  # q, k, v, gate, up
+    row_parallel: int  # o, down
+    norms: int
+
+
+def _parameters(arch: ModelArch, tp: int) -> _Parameters:
+    """Matrices are split among `tp` ranks, the embedding and the head by vocabulary rows; norms are not split."""
+    hidden, inner = arch.hidden_size, arch.intermediate_size // tp
+    queries, keys = arch.num_heads // tp * arch.head_dim, arch.num_kv_heads // tp * arch.head_dim
+    table = -(-arch.vocab_size // tp) * hidden
+    column = hidden * (queries + 2 * keys + 2 * inner)
+    row = queries * hidden + inner * hidden
     if arch.qkv_bias:
-        layer += queries + 2 * keys
-    if arch.o_bias:
-        layer += hidden
+        column += queries + 2 * keys
     if arch.mlp_bias:
-        layer += 2 * inner + hidden
-    tables = 1 if arch.tie_embeddings else 2
-    return arch.num_layers * layer + tables * -(-arch.vocab_size // tp) * hidden + hidden
+        column += 2 * inner
+        row += hidden
+    if arch.o_bias:
+        row += hidden
+    return _Parameters(
+        embedding=table,
+        head=0 if arch.tie_embeddings else table,
+        column_parallel=arch.num_layers * column,
+        row_parallel=arch.num_layers * row,
+        norms=(2 * arch.num_layers + 1) * hidden,
+    )
 
 
-def kv_heads_per_rank(arch: ModelArch, tp: int) -> int:
-    """KV heads of each rank; a head is held by several ranks when there are more ranks than heads."""
-    return max(1, arch.num_kv_heads // tp)
+def parameter_count(arch: ModelArch, tp: int = 1) -> int:
+    """Parameters that one of `tp` ranks holds; with one rank, those of the model."""
+    parts = _parameters(arch, tp)
+    return parts.embedding + parts.head + parts.column_parallel + parts.row_parallel + parts.norms
+
+
+def cpu_weight_bytes(arch: ModelArch, dtype: str, has_bfloat16: bool, tp: int = 1) -> tuple[int, str]:
+    """(bytes that one rank's weights take in the CPU backend, what is worth knowing about that or "").
+
+    The backend multiplies in float32 unless the CPU has bfloat16 instructions, and keeps matrices as it multiplies
+    them. The head gives float32 logits, so it is always held as float32, in a copy of its own even when it is tied to
+    the embedding; so are, with several ranks, the matrices whose results are summed over ranks.
+    """
+    parts = _parameters(arch, tp)
+    own = DTYPE_BYTES[dtype]
+    matrix = 2 if dtype == "bfloat16" and has_bfloat16 else 4
+    head = 4 * (parts.head or parts.embedding)
+    row = parts.row_parallel * (matrix if tp == 1 else 4)
+    total = own * (parts.embedding + parts.norms) + head + matrix * parts.column_parallel + row
+    notes = []
+    if matrix != own:
+        notes.append(f"matrices are held as float32: this CPU multiplies no {dtype}")
+    if arch.tie_embeddings:
+        notes.append("the tied head is held apart from the embedding")
+    return total, "; ".join(notes)
 
 
 def kv_bytes_per_token(arch: ModelArch, dtype: str, tp: int = 1) -> int:
     """Keys and values of one token position in all layers, on one rank."""
-    return 2 * arch.num_layers * kv_heads_per_rank(arch, tp) * arch.head_dim * DTYPE_BYTES[dtype]
+    return 2 * arch.num_layers * (arch.num_kv_heads // tp) * arch.head_dim * DTYPE_BYTES[dtype]
 
 
 def activation_bytes(arch: ModelArch, dtype: str, max_step_tokens: int, max_seqs: int, tp: int = 1) -> int:
@@ -94,7 +127,7 @@ def activation_bytes(arch: ModelArch, dtype: str, max_step_tokens: int, max_seqs
     """
     size = DTYPE_BYTES[dtype]
     heads = arch.num_heads // tp
-    attention = (heads + 2 * kv_heads_per_rank(arch, tp)) * arch.head_dim
+    attention = (heads + 2 * arch.num_kv_heads // tp) * arch.head_dim
     mlp = 3 * arch.intermediate_size // tp
     layer = max_step_tokens * (3 * arch.hidden_size + max(attention, mlp)) * size
     scores = max_step_tokens * heads * _ATTENTION_TILE * 4
@@ -102,17 +135,9 @@ def activation_bytes(arch: ModelArch, dtype: str, max_step_tokens: int, max_seqs
     return layer + scores + logits
 
 
-def weight_dtype(dtype: str, has_bfloat16: bool) -> tuple[str, str]:
-    """(number type the CPU backend holds weights in, why it differs from the compute type or "")."""
-    if dtype == "bfloat16" and not has_bfloat16:
-        return "float32", "this CPU has no bfloat16 instructions, so weights are held as float32"
-    return dtype, ""
-
-
 def can_split(arch: ModelArch, tp: int) -> bool:
-    """Whether heads and MLP divide among `tp` ranks."""
-    kv = arch.num_kv_heads
-    return arch.num_heads % tp == 0 and (kv % tp == 0 or tp % kv == 0) and arch.intermediate_size % tp == 0
+    """Whether heads, KV heads and MLP divide among `tp` ranks."""
+    return not any(count % tp for count in (arch.num_heads, arch.num_kv_heads, arch.intermediate_size))
 
 
 def smallest_tp(config: Config, arch: ModelArch, device_bytes: int) -> int | None:

@@ -12,8 +12,8 @@ from config.memory_plan import MemoryPlan
 from config.schema import Config, ModelArch
 from config.sources import ConfigError
 
-# Names in /proc/cpuinfo of instructions that multiply bfloat16 (x86: AVX-512, AMX; Arm).
-_BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+# Names in /proc/cpuinfo of the instructions with which the CPU backend multiplies bfloat16.
+_BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
 
 _KV_SHARE = 0.25  # of available memory, at most, when --kv-memory is not given
 _KV_CAP = 4 << 30
@@ -73,10 +73,10 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
     asked_len = config.model.max_model_len
     if asked_len is not None and asked_len > arch.max_position:
         raise ConfigError(f"--max-model-len {asked_len}: the model was made for at most {arch.max_position} positions")
-    held_as, weight_note = memory_plan.weight_dtype(dtype, machine.has_bfloat16)
+    weights, weight_note = memory_plan.cpu_weight_bytes(arch, dtype, machine.has_bfloat16, tp)
     draft = MemoryPlan(
         tp=tp,
-        weights=memory_plan.parameter_count(arch, tp) * memory_plan.DTYPE_BYTES[held_as],
+        weights=weights,
         activations=memory_plan.activation_bytes(arch, dtype, step_tokens, config.scheduler.max_seqs, tp),
         runtime_total=tp * memory_plan.RANK_RUNTIME
         + (2 + config.server.frontends + config.tokenizer.tokenizers) * memory_plan.PROCESS_RUNTIME,

@@ -1,8 +1,8 @@
 """Every setting of the engine, as frozen structs: one per owner, composed in `Config`, never inherited.
 
-Flags, environment variables and the config file are generated from these fields (see `config.sources`): a field's name is
-its flag (`max_seqs` -> `--max-seqs`, `TOKENMILL_MAX_SEQS`), its `Meta.description` is its help, its bounds are checked by
-msgspec. `None` means "chosen at start": `config.resolve` fills it in and says why.
+Flags, environment variables and the config file are generated from these fields (see `config.sources`): a field's name
+is its flag (`max_seqs` -> `--max-seqs`, `TOKENMILL_MAX_SEQS`), its `Meta.description` is its help, its bounds are
+checked by msgspec. `None` means "chosen at start": `config.resolve` fills it in and says why.
 """
 
 from typing import Annotated, Literal
@@ -26,9 +26,12 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         tuple[str, ...], Meta(description="names clients may ask for, comma-separated (default: the model's own name)")
     ] = ()
     dtype: Annotated[DType, Meta(description="number type of activations and KV cache")] = "auto"
-    max_model_len: Annotated[
-        int | None, Meta(description="longest prompt plus output, in tokens (default: what the model declares)", ge=16)
-    ] = None
+    max_model_len: (
+        Annotated[
+            int, Meta(description="longest prompt plus output, in tokens (default: what the model declares)", ge=16)
+        ]
+        | None
+    ) = None
 
 
 class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,12 +61,13 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Batching, the KV block pool and the prefix cache."""
 
     max_seqs: Annotated[int, Meta(description="requests that run at once", ge=1, le=4096)] = 64
-    max_step_tokens: Annotated[
-        int | None, Meta(description="most tokens in one step, prefill and decode together", ge=16, le=1 << 20)
-    ] = None
-    prefill_chunk: Annotated[
-        int | None, Meta(description="most prompt tokens of one request in one step", ge=1, le=1 << 20)
-    ] = None
+    max_step_tokens: (
+        Annotated[int, Meta(description="most tokens in one step, prefill and decode together", ge=16, le=1 << 20)]
+        | None
+    ) = None
+    prefill_chunk: (
+        Annotated[int, Meta(description="most prompt tokens of one request in one step", ge=1, le=1 << 20)] | None
+    ) = None
     block_size: Annotated[int, Meta(description="token positions in one KV block", ge=1, le=256)] = 16
     prefix_cache: Annotated[bool, Meta(description="keep the KV of finished prompts and reuse shared prefixes")] = True
     max_queue_requests: Annotated[
@@ -82,7 +86,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kv_memory: Annotated[
         str | None, Meta(description="memory for the KV cache of each rank, such as 512MiB or 4GiB (default: measured)")
     ] = None
-    threads: Annotated[int | None, Meta(description="compute threads of each rank on a CPU", ge=1, le=1024)] = None
+    threads: Annotated[int, Meta(description="compute threads of each rank on a CPU", ge=1, le=1024)] | None = None
     deterministic: Annotated[
         bool | None, Meta(description="same request, same tokens, whatever else runs (default: on for CPU)")
     ] = None

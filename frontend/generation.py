@@ -21,7 +21,7 @@ class Generation:
     def __init__(self, client: AsyncClient, job: Job, request_id: str, metrics: Metrics) -> None:
         self._metrics = metrics
         self._started = time.monotonic()
-        self._last: dict[int, float] = {}  # when each choice last got tokens
+        self._last: dict[int, float] = {}  # when each choice last got tokens, from its first visible one on
         self._choices = job.params.n
         self._ends: dict[int, Finished] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -70,9 +70,9 @@ class Generation:
                 self._metrics.finished(item.reason)
                 continue
             tokens = len(item.token_ids) // 4
-            if not tokens:
-                continue
             last = self._last.get(index)
+            if not tokens or (last is None and not item.text):
+                continue  # nothing that the client could see yet
             self._last[index] = now
             if last is None:
                 self._metrics.first_token.observe(now - self._started)

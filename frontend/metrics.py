@@ -1,8 +1,8 @@
 """Prometheus metrics: histograms and counters of all frontends together, and the scheduler's own numbers.
 
 Each frontend process keeps its values in files of one directory (prometheus-client's multiprocess mode), so that
-whichever of them is asked answers with the sum. `PROMETHEUS_MULTIPROC_DIR` must be set before this module is imported. The
-scheduler's numbers come from its latest `Stats` and are exposed once. Names follow vLLM's where it has one.
+whichever of them is asked answers with the sum. `PROMETHEUS_MULTIPROC_DIR` must be set before this module is imported.
+The scheduler's numbers come from its latest `Stats` and are exposed once. Names follow vLLM's where it has one.
 """
 
 import os

@@ -7,7 +7,7 @@ null. Fields that are not listed here are accepted and named in a response heade
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 MAX_DIGITS = 19  # of a logit_bias key; any int64 has no more
@@ -65,6 +65,7 @@ class SamplingFields(Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
     # Refused with an explanation:
     best_of: int | None = None
     early_stopping: bool | str | None = None
@@ -158,6 +159,7 @@ class ChatChoice(Struct):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionChoice(Struct):
@@ -165,6 +167,7 @@ class CompletionChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionResponse(Struct, kw_only=True):

@@ -28,6 +28,7 @@ class Job(Struct, frozen=True):
     stream: bool
     include_usage: bool
     echo: tuple[str, ...] = ()  # prompt texts to put before the outputs
+    return_token_ids: bool = False
 
 
 def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
@@ -204,4 +205,5 @@ def _job(
         bool(body.stream),
         bool(body.stream_options and body.stream_options.include_usage),
         echo,
+        bool(body.return_token_ids),
     )

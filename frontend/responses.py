@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from ipc.codec import unpack_ints
 from ipc.messages import Delta, Finished, PositionLogprobs, TokenLogprob
 
 from .generation import Batch
@@ -58,6 +59,12 @@ class Responder(ABC):
 
     def chunks(self, batch: Batch) -> bytes:
         """Server-sent events for what arrived together; empty when nothing is to be said yet."""
+        if len(batch) == 1:
+            # The usual case, one token of one choice, without the bookkeeping below.
+            index, item = batch[0]
+            if isinstance(item, Delta) and index in self._begun and not item.logprobs and not self.job.return_token_ids:
+                text = item.text
+                return self._head + self._text_choice(index, text, None) + self._tail if text else b""
         deltas: dict[int, list[Delta]] = {}
         ends: dict[int, Finished] = {}
         for index, item in batch:
@@ -73,11 +80,22 @@ class Responder(ABC):
                 choices += self._first_choices(index)
             text = "".join(item.text for item in items)
             logprobs = [position for item in items for position in item.logprobs]
-            if text or logprobs:
-                choices.append(self._text_choice(index, text, self._logprobs(index, logprobs)))
+            token_ids = self._token_ids(items)
+            if text or logprobs or token_ids:
+                found = self._logprobs(index, logprobs) if logprobs else None
+                choice = self._text_choice(index, text, found)
+                if token_ids:
+                    choice = choice[:-1] + b',"token_ids":' + _encode(token_ids) + b"}"
+                choices.append(choice)
             if index in ends:
                 choices.append(self._last_choice(index, ends[index]))
         return b"".join(self._head + choice + self._tail for choice in choices)
+
+    def _token_ids(self, items: Iterable[Delta]) -> list[int]:
+        """Ids of the tokens in these deltas; none when none were asked for."""
+        if not self.job.return_token_ids:
+            return []
+        return [token_id for item in items for token_id in unpack_ints(item.token_ids)]
 
     def end(self, usage: Usage) -> bytes:
         """The events after all choices have finished."""
@@ -88,20 +106,15 @@ class Responder(ABC):
     def whole(self, batches: Iterable[Batch], usage: Usage) -> bytes:
         """The answer to a request that does not stream."""
         count = len(self.job.prompts) * self.job.params.n
-        texts: list[list[str]] = [[] for _ in range(count)]
-        positions: list[list[PositionLogprobs]] = [[] for _ in range(count)]
+        deltas: list[list[Delta]] = [[] for _ in range(count)]
         reasons = [""] * count
         for batch in batches:
             for index, item in batch:
                 if isinstance(item, Finished):
                     reasons[index] = item.reason
                 else:
-                    texts[index].append(item.text)
-                    positions[index] += item.logprobs
-        choices = [
-            self._whole_choice(index, "".join(texts[index]), self._logprobs(index, positions[index]), reasons[index])
-            for index in range(count)
-        ]
+                    deltas[index].append(item)
+        choices = [self._whole(index, deltas[index], reasons[index]) for index in range(count)]
         return _encode(
             CompletionResponse(
                 id=self.id,
@@ -113,6 +126,14 @@ class Responder(ABC):
                 usage=usage,
             )
         )
+
+    def _whole(self, index: int, items: list[Delta], reason: str) -> ChatChoice | CompletionChoice:
+        text = "".join(item.text for item in items)
+        positions = [position for item in items for position in item.logprobs]
+        choice = self._whole_choice(index, text, self._logprobs(index, positions), reason)
+        if self.job.return_token_ids:
+            choice.token_ids = self._token_ids(items)
+        return choice
 
     @abstractmethod
     def _logprobs(self, index: int, positions: list[PositionLogprobs]) -> ChatLogprobs | CompletionLogprobs | None:

@@ -13,6 +13,7 @@ from ipc.client import AsyncClient
 from ipc.control import Control, Drain, Idle, Order, end_on_error
 
 from .app import make_app
+from .connection import Connection
 from .metrics import Metrics
 from .service import Service
 from .streaming import KeepAlive
@@ -27,7 +28,6 @@ async def serve(spec: ChildSpec, control: Control) -> None:
     """Serve until drained or the engine is lost; raises when a task of the process fails."""
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_on_loop_error)
-    logging.getLogger("aiohttp.server").addFilter(_quiet_bad_requests)
     client = AsyncClient(spec.endpoints.clients)
     service = Service(spec, client, Metrics())
     keep_alive = KeepAlive(service.keepalive_seconds)
@@ -42,15 +42,16 @@ async def serve(spec: ChildSpec, control: Control) -> None:
             service.fail(order.reason)
 
     control.listen(on_order)
-    runner = web.AppRunner(
-        make_app(service, keep_alive),
-        handler_cancellation=True,
-        access_log=None,
-        auto_decompress=False,
-        shutdown_timeout=_CLOSE_SECONDS,
-    )
+    runner = web.AppRunner(make_app(service, keep_alive), handler_cancellation=True, shutdown_timeout=_CLOSE_SECONDS)
     await runner.setup()
-    await web.SockSite(runner, socket.socket(fileno=spec.listen_fd), backlog=1024).start()
+    manager = runner.server
+    assert manager is not None
+
+    def connection() -> Connection:
+        # No access log: the guard middleware has a line of its own.
+        return Connection(manager, loop=loop, access_log=None, auto_decompress=False)  # type: ignore[arg-type]
+
+    listener = await loop.create_server(connection, sock=socket.socket(fileno=spec.listen_fd), backlog=1024)
     control.stage("waiting for the engine")
     stats = StatsSubscriber(spec.endpoints.stats, service.on_stats)
     stats.start()
@@ -68,6 +69,7 @@ async def serve(spec: ChildSpec, control: Control) -> None:
         await _flush(service)
     else:
         control.report(Idle())
+    listener.close()
     await runner.cleanup()
     stats.close()
     await client.close()
@@ -86,8 +88,3 @@ def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
     if "handle" in context:
         end_on_error(loop, context)
     log.debug("%s: %r", context.get("message"), context.get("exception"))
-
-
-def _quiet_bad_requests(record: logging.LogRecord) -> bool:
-    """Drops aiohttp's tracebacks for requests that are not HTTP; our own handlers' errors are logged elsewhere."""
-    return record.exc_info is None

@@ -1,7 +1,7 @@
 """The op set that models are written against; a device backend implements it (`gpu_workers.backends`).
 
-Shapes: T flat tokens, H query heads, G KV heads, D head dimension, N and K output and input features. Tensors are in the
-backend's compute dtype unless said otherwise.
+Shapes: T flat tokens, H query heads, G KV heads, D head dimension, N and K output and input features. Tensors are in
+the backend's compute dtype unless said otherwise.
 """
 
 from abc import ABC, abstractmethod
@@ -21,12 +21,21 @@ class Backend(ABC):
     dtype: torch.dtype
 
     @abstractmethod
-    def load_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Weight:
-        """Prepare a [N, K] weight (any float dtype) and an optional [N] bias for `linear`; called once a weight."""
+    def load_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> Weight:
+        """Prepare a [N, K] weight (any float dtype) and an optional [N] bias for `linear`; called once a weight.
+
+        `out_dtype` is that of the products where it is not the compute dtype: float32 for logits and for partial sums.
+        """
 
     @abstractmethod
     def load_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Place a norm weight or an embedding table on the device, in the compute dtype."""
+
+    @abstractmethod
+    def load_rope(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Keep the tables [positions, D / 2], float32, of `rope_and_write`; called once."""
 
     @abstractmethod
     def allocate_kv(self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> Any:

@@ -8,26 +8,20 @@ speculation, draws the same numbers again, because there is no state to restore.
 import numpy as np
 from numpy.typing import NDArray
 
-_MULTIPLIER_0 = np.uint64(0xD2511F53)
-_MULTIPLIER_1 = np.uint64(0xCD9E8D57)
-_WEYL_0 = 0x9E3779B9
-_WEYL_1 = 0xBB67AE85
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)  # of words 0 and 2
+_WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)  # steps of the two key words
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
-_ROUNDS = 10
+_ROUNDS = np.arange(10, dtype=np.uint64)[:, None, None]
 
 
 def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Philox4x32-10 of N blocks: [N, 4] counter and [N, 2] key words, all below 2^32, give [N, 4] words."""
-    c0, c1, c2, c3 = (counter[:, i] for i in range(4))
-    k0, k1 = key[:, 0], key[:, 1]
-    for turn in range(_ROUNDS):
-        product_0, product_1 = _MULTIPLIER_0 * c0, _MULTIPLIER_1 * c2
-        round_key_0 = (k0 + np.uint64(turn * _WEYL_0)) & _LOW
-        round_key_1 = (k1 + np.uint64(turn * _WEYL_1)) & _LOW
-        c0, c2 = (product_1 >> _32) ^ c1 ^ round_key_0, (product_0 >> _32) ^ c3 ^ round_key_1
-        c1, c3 = product_1 & _LOW, product_0 & _LOW
-    return np.stack((c0, c1, c2, c3), axis=1)
+    """Philox4x32-10 of N blocks: [4, N] counter and [2, N] key words, all below 2^32, give [4, N] words."""
+    even, odd = counter[0::2], counter[1::2]
+    for round_key in (key + _ROUNDS * _WEYL) & _LOW:
+        product = (_MULTIPLIERS * even)[::-1]
+        even, odd = (product >> _32) ^ odd ^ round_key, product & _LOW
+    return np.stack((even[0], odd[0], even[1], odd[1]))
 
 
 def uniform(seeds: NDArray[np.uint64], output_index: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -37,9 +31,8 @@ def uniform(seeds: NDArray[np.uint64], output_index: NDArray[np.int64]) -> NDArr
     """
     index = output_index.astype(np.uint64)
     zeros = np.zeros_like(index)
-    counter = np.stack((index & _LOW, index >> _32, zeros, zeros), axis=1)
-    key = np.stack((seeds & _LOW, seeds >> _32), axis=1)
-    words = philox4x32(counter, key)
-    bits = ((words[:, 0] << _32) | words[:, 1]) >> np.uint64(12)
+    counter = np.stack((index & _LOW, index >> _32, zeros, zeros))
+    words = philox4x32(counter, np.stack((seeds & _LOW, seeds >> _32)))
+    bits = ((words[0] << _32) | words[1]) >> np.uint64(12)
     uniforms: NDArray[np.float64] = (bits.astype(np.float64) + 0.5) * 2.0**-52
     return uniforms

@@ -1,4 +1,4 @@
-"""From the scheduled rows of a plan to the flat batch that the model takes: index arithmetic, without loops over rows."""
+"""From the scheduled rows of a plan to the flat batch that the model takes: index arithmetic, no loop over rows."""
 
 from dataclasses import dataclass
 

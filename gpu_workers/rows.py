@@ -11,10 +11,6 @@ from ipc.messages import NewRow, StepPlan
 
 Ints = NDArray[np.int32]
 
-# A row that ends at the length limit is run once more in vain, as the next step was planned before its end was known:
-# that step computes the position of the last token and writes one token beyond it.
-SLACK = 2
-
 
 class PlanError(ValueError):
     """A plan that contradicts the state of the rows; the worker can't go on, since scheduler and rank disagree."""
@@ -39,12 +35,14 @@ class Rows:
 
     def __init__(self, max_seqs: int, max_model_len: int, num_blocks: int, block_size: int, vocab_size: int) -> None:
         self.max_seqs = max_seqs
-        self.max_len = max_model_len + SLACK
+        self.max_model_len = max_model_len
         self.num_pool_blocks = num_blocks
         self.block_size = block_size
         self.vocab_size = vocab_size
-        self.max_blocks = -(-self.max_len // block_size)
-        self.tokens = np.zeros((max_seqs, self.max_len), dtype=np.int32)
+        # A row that ends at the length limit is run once more in vain, as the next step was planned before its end was
+        # known: that step writes one token beyond the limit.
+        self.max_blocks = max_model_len // block_size + 1
+        self.tokens = np.zeros((max_seqs, max_model_len + 1), dtype=np.int32)
         self.num_tokens = np.zeros(max_seqs, dtype=np.int64)
         self.num_prompt = np.zeros(max_seqs, dtype=np.int64)
         self.block_tables = np.zeros((max_seqs, self.max_blocks), dtype=np.int32)
@@ -76,8 +74,8 @@ class Rows:
         block_ids = int32_columns(new.block_ids, 1, "block_ids")[:, 0]
         check_range(token_ids, self.vocab_size, f"new_rows: row {new.row}: token id")
         check_range(block_ids, self.num_pool_blocks, f"new_rows: row {new.row}: block id")
-        if len(token_ids) >= self.max_len:
-            raise PlanError(f"new_rows: row {new.row} has {len(token_ids)} tokens, at most {self.max_len - 1} fit")
+        if len(token_ids) > self.max_model_len:
+            raise PlanError(f"new_rows: row {new.row} has {len(token_ids)} tokens, at most {self.max_model_len} fit")
         if not 1 <= new.num_prompt <= len(token_ids):
             raise PlanError(f"new_rows: row {new.row}: num_prompt {new.num_prompt} of {len(token_ids)} tokens")
         if len(block_ids) > self.max_blocks:
@@ -112,11 +110,11 @@ class Rows:
         known = self.num_tokens[rows]
         self._require((starts >= 0) & (counts >= 1), rows, "start or count is out of range")
         self._require(ends <= known, rows, "tokens that are not known here")
+        self._require(ends <= self.max_model_len, rows, f"more than {self.max_model_len} tokens")
         self._require(ends <= self.num_blocks[rows] * self.block_size, rows, "positions without a block")
         check_range(samples, 2, "scheduled: sample")
         sampling = samples == 1
         self._require(~sampling | (ends == known), rows, "a sample where a token is already known")
-        self._require(~sampling | (ends < self.max_len), rows, "a sample beyond the longest sequence")
 
     @staticmethod
     def _require(valid: NDArray[np.bool_], rows: Ints, problem: str) -> None:

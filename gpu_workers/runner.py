@@ -12,7 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from config.schema import ModelArch
+from gpu_workers.backend import Backend
 from gpu_workers.batch import ForwardBatch
+from gpu_workers.comm import Comm
 from gpu_workers.prepare import PreparedStep, prepare
 from gpu_workers.rows import PlanError, Rows
 from gpu_workers.sampler_state import SamplerState
@@ -23,18 +26,11 @@ from ipc.messages import RawLogprobs, StepPlan, StepResult
 class Model(Protocol):
     """What a step needs of a model (`gpu_workers.models`)."""
 
+    arch: ModelArch
+    backend: Backend
+
     def forward(self, batch: ForwardBatch, kv: Any) -> torch.Tensor:
         """[S, vocab] float32 logits of `batch.logits_rows`."""
-
-
-class Comm(Protocol):
-    """What a step needs of the ranks' communication (`gpu_workers.comm`)."""
-
-    rank: int
-    size: int
-
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rank 0's tensor, on every rank."""
 
 
 class Runner:
@@ -53,16 +49,13 @@ class Runner:
         max_seqs: int,
         max_model_len: int,
         comm: Comm,
-        *,
-        vocab_size: int,
-        device: torch.device,
     ) -> None:
         self._model = model
         self._kv = kv
         self._comm = comm
-        self._device = device
-        self._rows = Rows(max_seqs, max_model_len, num_blocks, block_size, vocab_size)
-        self._sampler = SamplerState(max_seqs, vocab_size)
+        self._device = model.backend.device
+        self._rows = Rows(max_seqs, max_model_len, num_blocks, block_size, model.arch.vocab_size)
+        self._sampler = SamplerState(max_seqs, model.arch.vocab_size)
         self._last_step: int | None = None
 
     def execute(self, plan: StepPlan) -> StepResult | None:

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import pad
 
 from gpu_workers.noise import uniform
 from ipc.messages import RawLogprobs
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy
 _TOP_P_CANDIDATES = 1024  # enough for nearly every distribution; where it is not, all are sorted
+_DRAW_BLOCK = 512  # ids
+_CPU_ELEMENTS = 1 << 19  # logits drawn from at once: few enough for the caches, and to be spared fresh pages each step
 
 FloatArray = NDArray[np.floating]
 IntArray = NDArray[np.integer]
@@ -88,12 +91,15 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[NDArray[np.int64
         token_ids = argmax(logits)
     else:
         token_ids = np.empty(len(drawn), dtype=np.int64)
-        if not drawn.all():
-            greedy = np.flatnonzero(~drawn)
-            token_ids[greedy] = argmax(logits[torch.from_numpy(greedy).to(logits.device)])
+        greedy = np.flatnonzero(~drawn)
+        if len(greedy):
+            token_ids[greedy] = argmax(_select(logits, greedy))
         random = np.flatnonzero(drawn)
-        weights = filtered_probabilities(logits, batch, random)
-        token_ids[random] = _draw(weights, uniform(batch.seeds[random], batch.output_index[random]))
+        at_once = len(random) if logits.device.type != "cpu" else max(1, _CPU_ELEMENTS // logits.shape[1])
+        for start in range(0, len(random), at_once):
+            rows = random[start : start + at_once]
+            weights = filtered_probabilities(logits, batch, rows)
+            token_ids[rows] = _draw(weights, uniform(batch.seeds[rows], batch.output_index[rows]))
     return token_ids, _logprobs(logits, batch.logprobs, token_ids)
 
 
@@ -133,40 +139,47 @@ def filtered_probabilities(logits: torch.Tensor, batch: SamplingBatch, rows: Int
 
     Among equals at the edge of top-k or top-p all are kept, so the outcome depends on no sorting order.
     """
-    device = logits.device
+    device, vocab_size = logits.device, logits.shape[1]
+    temperature = torch.from_numpy(batch.temperature[rows, None]).to(device)
+    scaled = _select(logits, rows) / temperature
 
-    def column(values: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(values[rows, None]).to(device)
-
-    top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
-    scaled = logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(device)]
-    scaled = scaled / column(batch.temperature)
-
-    vocab_size = logits.shape[1]
+    top_k = batch.top_k[rows]
     limited = np.flatnonzero((top_k > 0) & (top_k < vocab_size))
     if len(limited):
-        some = torch.from_numpy(limited).to(device)
         ranks = torch.from_numpy(top_k[limited, None] - 1).to(device)
-        subset = scaled[some]
-        kth = _descending(subset, int(top_k[limited].max())).gather(1, ranks)
-        scaled[some] = subset.masked_fill(subset < kth, -torch.inf)
+        smallest = torch.full_like(temperature, -torch.inf)
+        best = _descending(_select(scaled, limited), int(top_k[limited].max()))
+        smallest[torch.from_numpy(limited).to(device)] = best.gather(1, ranks)
+        _fill_below(scaled, smallest, -torch.inf)
 
     weights = torch.softmax(scaled, dim=-1)
 
-    limited = np.flatnonzero(top_p < 1)
-    if len(limited):
-        some = torch.from_numpy(limited).to(device)
-        subset = weights[some]
-        smallest = _top_p_threshold(subset, torch.from_numpy(top_p[limited, None]).to(device))
-        weights[some] = subset.masked_fill(subset < smallest, 0)
-
-    limited = np.flatnonzero(min_p > 0)
-    if len(limited):
-        some = torch.from_numpy(limited).to(device)
-        subset = weights[some]
-        smallest = subset.amax(dim=-1, keepdim=True) * torch.from_numpy(min_p[limited, None]).to(device)
-        weights[some] = subset.masked_fill(subset < smallest, 0)
+    top_p, min_p = batch.top_p[rows], batch.min_p[rows]
+    if (top_p < 1).any() or (min_p > 0).any():
+        smallest = weights.amax(dim=-1, keepdim=True) * torch.from_numpy(min_p[:, None]).to(device)
+        limited = np.flatnonzero(top_p < 1)
+        if len(limited):
+            some = torch.from_numpy(limited).to(device)
+            of_top_p = _top_p_threshold(_select(weights, limited), torch.from_numpy(top_p[limited, None]).to(device))
+            smallest[some] = torch.maximum(smallest[some], of_top_p)
+        _fill_below(weights, smallest, 0.0)
     return weights
+
+
+def _select(values: torch.Tensor, rows: IntArray) -> torch.Tensor:
+    """The given rows, in ascending order and none twice; `values` itself when these are all."""
+    if len(rows) == len(values):
+        return values
+    return values.index_select(0, torch.from_numpy(rows).to(values.device))
+
+
+def _fill_below(values: torch.Tensor, smallest: torch.Tensor, fill: float) -> None:
+    """Write `fill` where values [R, V] lie below their row's `smallest` [R, 1]."""
+    if values.device.type == "cpu":
+        array = values.numpy()
+        array[array < smallest.numpy()] = fill  # three times as fast as masked_fill_
+    else:
+        values.masked_fill_(values < smallest, fill)
 
 
 def _descending(values: torch.Tensor, k: int) -> torch.Tensor:
@@ -179,29 +192,43 @@ def _descending(values: torch.Tensor, k: int) -> torch.Tensor:
     return torch.from_numpy(np.sort(array, axis=-1)).flip(-1)
 
 
-def _top_p_threshold(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The smallest probability kept, [R, 1]: the smallest set of best tokens whose mass reaches top_p [R, 1] float64.
+def _top_p_threshold(
+    probabilities: torch.Tensor, top_p: torch.Tensor, candidates: int = _TOP_P_CANDIDATES
+) -> torch.Tensor:
+    """The smallest probability kept, [R, 1]: that of the last of the fewest best tokens whose mass reaches top_p.
 
-    Nucleus sampling of Holtzman et al. 2020.
+    Nucleus sampling of Holtzman et al. 2020. `probabilities` is [R, V] float32, `top_p` [R, 1] float64.
     """
-    k = min(_TOP_P_CANDIDATES, probabilities.shape[1])
-    while True:
-        best = _descending(probabilities, k)
-        mass = best.cumsum(dim=-1, dtype=torch.float64)
-        if k == probabilities.shape[1] or bool((mass[:, -1:] >= top_p).all()):
-            break
-        k = probabilities.shape[1]
-    last = (mass < top_p).sum(dim=-1, keepdim=True).clamp(max=k - 1)
-    return best.gather(1, last)
+    vocab_size = probabilities.shape[1]
+    k = min(candidates, vocab_size)
+    best = _descending(probabilities, k)
+    mass = best.cumsum(dim=-1, dtype=torch.float64)
+    smallest = best.gather(1, torch.searchsorted(mass, top_p).clamp(max=k - 1))
+    wider = torch.nonzero(mass[:, -1] < top_p[:, 0])[:, 0]
+    if k < vocab_size and len(wider):
+        smallest[wider] = _top_p_threshold(probabilities.index_select(0, wider), top_p[wider], vocab_size)
+    return smallest
 
 
 def _draw(weights: torch.Tensor, uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Inverse CDF in vocabulary order: the first id whose cumulated weight exceeds u times the total."""
-    cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
-    totals = cumulated[:, -1:]
-    _require_numbers(totals.cpu().numpy())
-    targets = torch.from_numpy(uniforms[:, None]).to(weights.device) * totals
-    token_ids: NDArray[np.int64] = torch.searchsorted(cumulated, targets, right=True)[:, 0].cpu().numpy()
+    """Inverse CDF in vocabulary order: the first id at which the cumulated weight exceeds u times the total.
+
+    The running sum is float64, first over blocks of ids and then inside the block that was hit: over the whole
+    vocabulary it would take longer, and twice the memory of the weights. A block's own sum is float32, as they are.
+    """
+    if weights.shape[1] % _DRAW_BLOCK:
+        weights = pad(weights, (0, -weights.shape[1] % _DRAW_BLOCK))
+    blocks = weights.view(len(weights), -1, _DRAW_BLOCK)
+    cumulated = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    _require_numbers(cumulated[:, -1].cpu().numpy())
+    targets = torch.from_numpy(uniforms[:, None]).to(weights.device) * cumulated[:, -1:]
+    hit = torch.searchsorted(cumulated, targets, right=True)
+    before = pad(cumulated, (1, 0)).gather(1, hit)
+    inside = blocks.gather(1, hit[:, :, None].expand(-1, -1, _DRAW_BLOCK))[:, 0]
+    offset = torch.searchsorted(inside.cumsum(dim=-1, dtype=torch.float64) + before, targets, right=True)
+    # The running sum in the block may end a little below the one that chose it: then its last possible id is meant.
+    last = (torch.arange(_DRAW_BLOCK, device=weights.device) * (inside > 0)).amax(dim=-1, keepdim=True)
+    token_ids: NDArray[np.int64] = (hit * _DRAW_BLOCK + torch.minimum(offset, last))[:, 0].cpu().numpy()
     return token_ids
 
 
@@ -212,7 +239,7 @@ def _logprobs(
     if not len(asked):
         return ()
     found: list[RawLogprobs | None] = [None] * len(wanted)
-    table = torch.log_softmax(logits[torch.from_numpy(asked).to(logits.device)], dim=-1).cpu().numpy()
+    table = torch.log_softmax(_select(logits, asked), dim=-1).cpu().numpy()
     for i, values in zip(asked, table, strict=True):
         k = int(wanted[i])
         best = np.empty(0, dtype=np.int64)

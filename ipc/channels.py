@@ -4,9 +4,9 @@ A message travels as two frames: a header (incarnation and sequence number, both
 The incarnation is the time at which the sender's session began, so of two sessions of one peer the later has the higher
 number: messages of an older one are dropped, a newer one replaces it, and within one the numbers have no gaps.
 
-A peer that dies is noticed by its connection, not by a timeout: a DEALER hears it from its socket monitor, a ROUTER (whose
-monitor does not say whom it lost) then probes each peer with an empty message that ROUTER_MANDATORY refuses to send to
-one that is gone. One `zmq.Context` per process; all sockets are used from one thread only.
+A peer that dies is noticed by its connection, not by a timeout: a DEALER hears it from its socket monitor, a ROUTER
+(whose monitor does not say whom it lost) then probes each peer with an empty message that ROUTER_MANDATORY refuses to
+send to one that is gone. One `zmq.Context` per process; all sockets are used from one thread only.
 """
 
 import asyncio
@@ -133,7 +133,7 @@ class _AsyncSocket:
 
     def sent(self) -> None:
         """To be called after each send, which can swallow the wake-up of an arriving message."""
-        if self._loop is not None and self.socket.get(zmq.EVENTS) & zmq.POLLIN:
+        if self._loop is not None and int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._drain)
 
     def later(self, seconds: float, callback: Callable[[], None]) -> None:
@@ -153,8 +153,8 @@ class _AsyncSocket:
 class AsyncRouter(Generic[In]):
     """The bound end of an edge: many peers, each known by its routing id.
 
-    `on_message(peer, message)` and `on_lost(peer)` are called on the loop. A peer whose messages cannot be trusted is cut
-    off and reported as lost. `send` never blocks: a full peer is buffered up to a bound and then cut off as well.
+    `on_message(peer, message)` and `on_lost(peer)` are called on the loop. A peer whose messages cannot be trusted is
+    cut off and reported as lost. `send` never blocks: a full peer is buffered up to a bound and then cut off as well.
     """
 
     def __init__(
@@ -297,8 +297,8 @@ class AsyncRouter(Generic[In]):
 class AsyncDealer(Generic[In]):
     """The connecting end of an edge.
 
-    `on_connected()` runs each time a connection stands (say hello there), `on_lost()` when it breaks; ZeroMQ then connects
-    again by itself, in a new session. While there is no connection, `send` refuses.
+    `on_connected()` runs each time a connection stands (say hello there), `on_lost()` when it breaks; ZeroMQ then
+    connects again by itself, in a new session. While there is no connection, `send` refuses.
     """
 
     def __init__(

@@ -143,7 +143,8 @@ class _Link:
 
 
 class AsyncClient:
-    """Many requests over one connection to each tokenizer process. All methods belong to the loop that called `connect`."""
+    """Many requests over one connection to each tokenizer process. All methods belong to the loop that called
+    `connect`."""
 
     def __init__(self, endpoints: Sequence[str]) -> None:
         if not endpoints:

@@ -109,7 +109,7 @@ class Control:
         self._watching = True
         threading.Thread(target=self._read, name="launcher-watch", daemon=True).start()
 
-    def listen(self, on_order: Callable[[Order], None]) -> None:
+    def listen(self, on_order: Callable[[Order], object]) -> None:
         """Call `on_order`, from a thread of its own, for each order, those that came before this call included."""
         if not self._watching:
             self.watch()
@@ -125,6 +125,6 @@ class Control:
             os.killpg(0, signal.SIGKILL)  # with whatever this process has started itself
         os._exit(70)  # EX_SOFTWARE
 
-    def _deliver(self, on_order: Callable[[Order], None]) -> None:
+    def _deliver(self, on_order: Callable[[Order], object]) -> None:
         while True:
             on_order(self._orders.get())

@@ -2,8 +2,8 @@
 
 Array-like and tagged by class name, so the wire carries no field names; a new field is appended with a default, and
 readers of the older form still understand it. Token ids, block ids and other integer columns travel as raw
-little-endian int32 bytes (`bytes` fields whose comment says so), never as lists. Every integer that indexes something is
-checked by its receiver after decoding.
+little-endian int32 bytes (`bytes` fields whose comment says so), never as lists. Every integer that indexes something
+is checked by its receiver after decoding.
 """
 
 from typing import Literal

@@ -26,7 +26,10 @@ def main() -> int:
         # The port first: it may be taken, and finding the model can mean a long download.
         listener = None if settings.plan else open_listener(asked.server.host, asked.server.port)
         source = locate(asked.model.model, asked.model.revision)
-        arch = read_arch(source.path)
+        try:
+            arch = read_arch(source.path)
+        except (ValueError, OSError) as error:
+            raise StartError(f"--model {asked.model.model}: {error}") from None
         resolved = resolve(asked, arch, look_around())
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -4,6 +4,8 @@ import sys
 import time
 from typing import TextIO
 
+_LIVE_WIDTH = 90  # a longer line would wrap, and what wraps cannot be written over
+
 
 class StartDisplay:
     """Stages with their times: one live line on a terminal, one line per stage elsewhere."""
@@ -21,7 +23,7 @@ class StartDisplay:
         if self._live:
             shown = stage if fraction is None else f"{stage} {fraction:.0%}"
             others = [f"{name}: {at}" for name, at in self._stages.items() if name != process and at != "ready"]
-            self._write(f"\r\x1b[K{' | '.join([f'{process}: {shown}', *others])[:110]}")
+            self._write(f"\r\x1b[K{self._time()} {' | '.join([f'{process}: {shown}', *others])[:_LIVE_WIDTH]}")
             if stage == "ready":
                 self._line(f"{process}: {stage}")
         elif is_news:
@@ -37,7 +39,10 @@ class StartDisplay:
 
     def _line(self, text: str) -> None:
         clear = "\r\x1b[K" if self._live else ""
-        self._write(f"{clear}[{time.monotonic() - self._began:6.2f} s] {text}\n")
+        self._write(f"{clear}{self._time()} {text}\n")
+
+    def _time(self) -> str:
+        return f"[{time.monotonic() - self._began:6.2f} s]"
 
     def restart(self) -> None:
         """Count from now, with nothing started."""

@@ -53,7 +53,9 @@ class RunDirectory:
     def forget_sockets(self) -> None:
         """Remove what processes that are gone have left, before their successors start."""
         for path in self.path.iterdir():
-            if path.name != _LOCK:
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != _LOCK:
                 path.unlink()
 
     def write_private(self, name: str, content: bytes) -> Path:

@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests. What a test needs from outside the repository is found here, or the test skips saying so."""
+"""Fixtures shared by all tests: what a test needs from outside the repository is found here, or it skips saying so."""
 
 import os
 from pathlib import Path

@@ -22,8 +22,8 @@ from msgspec import Struct
 from ipc.codec import pack_ints, unpack_floats, unpack_ints
 from ipc.messages import (
     Delta,
-    FinishReason,
     Finished,
+    FinishReason,
     PositionLogprobs,
     RawLogprobs,
     RowOutput,

@@ -84,13 +84,15 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> Tokenizer:
                 f"The GGUF file's vocabulary is of type {kind!r} (tokenizer.ggml.model); supported are 'gpt2' "
                 "(byte-level BPE) and 'llama' (SentencePiece BPE)."
             )
-    except ValueError as error:
+    except StartError:
+        raise
+    except Exception as error:  # the library raises bare Exception for every kind of bad vocabulary
         raise StartError(f"The GGUF file's vocabulary is not consistent: {error}") from error
     special = [tokens[index] for index, value in enumerate(types) if value in (_UNKNOWN, _CONTROL)]
     own = [tokens[index] for index, value in enumerate(types) if value == _USER_DEFINED]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in own])
-    _frame(tokenizer, metadata, tokens, adds_bos=kind == "llama" or pre in _LLAMA3_NAMES)
+    _frame(tokenizer, metadata, adds_bos=kind == "llama" or pre in _LLAMA3_NAMES)
     return tokenizer
 
 
@@ -143,18 +145,16 @@ def _sentencepiece(tokens: Sequence[str], scores: Sequence[float], unknown: int,
     return tokenizer
 
 
-def _token_at(metadata: Mapping[str, Any], tokens: Sequence[str], name: str) -> str | None:
+def _token_at(metadata: Mapping[str, Any], tokenizer: Tokenizer, name: str) -> str | None:
     index = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    if index is None or not 0 <= index < len(tokens):
-        return None
-    return tokens[index]
+    return None if index is None else tokenizer.id_to_token(index)
 
 
-def _frame(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], *, adds_bos: bool) -> None:
+def _frame(tokenizer: Tokenizer, metadata: Mapping[str, Any], *, adds_bos: bool) -> None:
     """Let `encode` put the begin- and end-of-sequence tokens around a plain prompt where the model wants them."""
     pieces: list[str] = ["$A"]
     used: list[tuple[str, int]] = []
-    bos, eos = _token_at(metadata, tokens, "bos"), _token_at(metadata, tokens, "eos")
+    bos, eos = _token_at(metadata, tokenizer, "bos"), _token_at(metadata, tokenizer, "eos")
     if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", adds_bos):
         pieces.insert(0, bos)
         used.append((bos, metadata["tokenizer.ggml.bos_token_id"]))
@@ -168,12 +168,11 @@ def _frame(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[s
 def chat_template_of(metadata: Mapping[str, Any]) -> str | None:
     """The Jinja source of the chat template, if the file has one."""
     template = metadata.get("tokenizer.chat_template")
-    return str(template) if template else None
+    return None if template is None else str(template)
 
 
-def special_tokens_of(metadata: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens_of(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
     """Texts of the special tokens under the names that chat templates use."""
-    tokens: Sequence[str] = _required(metadata, "tokenizer.ggml.tokens")
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    texts = {template_name: _token_at(metadata, tokens, name) for name, template_name in names.items()}
+    texts = {template_name: _token_at(metadata, tokenizer, name) for name, template_name in names.items()}
     return {name: text for name, text in texts.items() if text is not None}

@@ -76,7 +76,11 @@ class Tokenizer:
     async def run(self) -> int:
         """Serve until told to end."""
         loop = asyncio.get_running_loop()
-        self._control.listen(lambda order: loop.call_soon_threadsafe(self._obey, order))
+
+        def on_order(order: Order) -> None:
+            loop.call_soon_threadsafe(self._obey, order)
+
+        self._control.listen(on_order)
         if self._renderer is not None:
             self._control.stage("checking the chat template")
             try:

@@ -1,8 +1,8 @@
 """Requests between clients and the scheduler: who asked for what, and where its outputs go.
 
 No sockets here: messages come in through methods and leave through two callables. Encoding is in
-`tokenizer_proc.encoding`, the text of a choice in `tokenizer_proc.choice`. Whatever goes wrong with one request ends that
-request, never the process.
+`tokenizer_proc.encoding`, the text of a choice in `tokenizer_proc.choice`. Whatever goes wrong with one request ends
+that request, never the process.
 """
 
 import asyncio

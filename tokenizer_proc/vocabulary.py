@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from config.gguf_file import read_gguf
+from config.gguf_file import GGUFFile
 from ipc.control import StartError
 
 from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -102,8 +102,12 @@ def load_vocabulary(model_path: Path) -> Vocabulary:
     """The vocabulary of a `.gguf` file or of a directory with `tokenizer.json`; StartError where there is none."""
     if model_path.is_dir():
         return _from_directory(model_path)
-    metadata = read_gguf(model_path).metadata
-    return Vocabulary(tokenizer_of(metadata), chat_template_of(metadata), special_tokens_of(metadata))
+    try:
+        metadata = GGUFFile(model_path).metadata
+    except ValueError as error:
+        raise StartError(str(error)) from error
+    tokenizer = tokenizer_of(metadata)
+    return Vocabulary(tokenizer, chat_template_of(metadata), special_tokens_of(metadata, tokenizer))
 
 
 def _from_directory(directory: Path) -> Vocabulary:

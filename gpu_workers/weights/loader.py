@@ -31,6 +31,4 @@ def load_model(
     the wrong shape, and the valid values of --tp where the model can't be split that way.
     """
     weights = Weights(open_source(Path(spec.model_path)), lambda fraction: progress("loading weights", fraction))
-    model = model_class(spec.arch.family)(spec.arch, spec.config.model.max_model_len, weights, backend, comm)
-    weights.finish()
-    return model
+    return model_class(spec.arch.family)(spec.arch, spec.config.model.max_model_len, weights, backend, comm)

@@ -1,5 +1,7 @@
 """Hand-made plans, and a small model whose next token is known, for the tests of the runner."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
@@ -50,25 +52,16 @@ def plan(step: int, scheduled=(), *, new=(), freed=(), blocks=()) -> StepPlan:
     )
 
 
-class OneRank:
-    """The communication of a single rank."""
-
-    rank = 0
-    size = 1
-
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("a single rank has nobody to tell")
-
-
 class HashModel:
     """Keeps token ids in its KV pool and gives logits that depend on all of a sequence's tokens and their order.
 
-    Whatever goes wrong in slots, block tables or token buffers changes them, and `logits_of` computes them from the plain
+    Whatever goes wrong in slots, block tables or token buffers changes them; `logits_of` computes them from the plain
     sequence.
     """
 
     def __init__(self, vocab_size: int, num_blocks: int, block_size: int) -> None:
-        self.vocab_size = vocab_size
+        self.arch = SimpleNamespace(vocab_size=vocab_size)
+        self.backend = SimpleNamespace(device=torch.device("cpu"))
         self.block_size = block_size
         self.kv = torch.full((num_blocks * block_size,), -1, dtype=torch.int64)
         self.batches: list[ForwardBatch] = []
@@ -77,13 +70,13 @@ class HashModel:
         state = 17
         for token_id in token_ids:
             state = (state * 6364136223846793005 + int(token_id) + 1442695040888963407) % (1 << 64)
-        values = np.random.Generator(np.random.PCG64(state)).normal(scale=3, size=self.vocab_size)
+        values = np.random.Generator(np.random.PCG64(state)).normal(scale=3, size=self.arch.vocab_size)
         return torch.from_numpy(values.astype(np.float32))
 
     def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
         self.batches.append(batch)
         kv[batch.slots] = batch.token_ids
-        logits = torch.empty(len(batch.logits_rows), self.vocab_size)
+        logits = torch.empty(len(batch.logits_rows), self.arch.vocab_size)
         for i, flat in enumerate(batch.logits_rows.tolist()):
             sequence = next(j for j, end in enumerate(batch.query_starts[1:]) if flat < end)
             length = int(batch.positions[flat]) + 1

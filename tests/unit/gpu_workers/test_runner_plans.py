@@ -6,11 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpu_workers.comm import LocalComm
 from gpu_workers.rows import PlanError
 from gpu_workers.runner import Runner
 from ipc.codec import unpack_ints
 from ipc.messages import StepPlan
-from tests.unit.gpu_workers.plans import HashModel, OneRank, new_row, plan, spec
+from tests.unit.gpu_workers.plans import HashModel, new_row, plan, spec
 
 VOCAB, BLOCK_SIZE, NUM_BLOCKS, MAX_SEQS, MAX_LEN = 101, 4, 40, 4, 32
 
@@ -21,17 +22,7 @@ def model() -> HashModel:
 
 
 def make_runner(model: HashModel, comm=None) -> Runner:
-    return Runner(
-        model,
-        model.kv,
-        NUM_BLOCKS,
-        BLOCK_SIZE,
-        MAX_SEQS,
-        MAX_LEN,
-        comm or OneRank(),
-        vocab_size=VOCAB,
-        device=torch.device("cpu"),
-    )
+    return Runner(model, model.kv, NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS, MAX_LEN, comm or LocalComm())
 
 
 def tokens(result) -> list[int]:
@@ -121,6 +112,8 @@ def test_a_row_at_the_limit_runs_once_more_in_vain(model):
     runner, prompt = make_runner(model), [1] * (MAX_LEN - 1)
     runner.execute(plan(0, [(0, 0, MAX_LEN - 1, 1)], new=[new_row(0, prompt, range(8))]))
     assert len(tokens(runner.execute(plan(1, [(0, MAX_LEN - 1, 1, 1)])))) == 1
+    with pytest.raises(PlanError, match="more than 32 tokens"):
+        runner.execute(plan(2, [(0, MAX_LEN, 1, 0)], blocks=[(0, 8, 8)]))
 
 
 START = plan(0, [(0, 0, 6, 1)], new=[new_row(0, [1, 2, 3, 4, 5, 6], [0, 1])])
@@ -138,7 +131,7 @@ START = plan(0, [(0, 0, 6, 1)], new=[new_row(0, [1, 2, 3, 4, 5, 6], [0, 1])])
         (plan(1, new=[new_row(1, [VOCAB], [2])]), "token id 101 is outside 0..100"),
         (plan(1, new=[new_row(1, [-1], [2])]), "token id -1 is outside"),
         (plan(1, new=[new_row(1, [1], [NUM_BLOCKS])]), "block id 40 is outside 0..39"),
-        (plan(1, new=[new_row(1, [1] * 34, [2])]), "has 34 tokens, at most 33 fit"),
+        (plan(1, new=[new_row(1, [1] * 33, [2])]), "has 33 tokens, at most 32 fit"),
         (plan(1, new=[new_row(1, [1], range(10))]), "has 10 blocks, at most 9 fit"),
         (plan(1, new=[new_row(1, [1], [2], num_prompt=2)]), "num_prompt 2 of 1 tokens"),
         (plan(1, new=[new_row(1, [1], [2], sampling=spec(bias={VOCAB: 1.0}))]), "bias id 101 is outside"),
@@ -234,8 +227,8 @@ def test_any_interleaving_gives_each_request_its_own_tokens(data):
         assert out == greedy(model, prompt, len(out))
 
 
-class Ranks:
-    """A communicator that hands on what rank 0 broadcast."""
+class Ranks(LocalComm):
+    """Two ranks, run one after the other: the second is handed what the first broadcast."""
 
     size = 2
 
@@ -243,9 +236,9 @@ class Ranks:
         self.rank = rank
         self.wire = wire
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         if self.rank == 0:
-            self.wire.append(tensor.clone())
+            self.wire.append(x.clone())
         return self.wire[-1]
 
 

@@ -7,7 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from gpu_workers.sampling import sample
 from tests.unit.gpu_workers.plans import spec
@@ -22,7 +28,7 @@ def one_thread():
 
 
 def chi_square_bound(degrees: int) -> float:
-    """What a chi-square variable exceeds with probability 0.001 (Wilson & Hilferty 1931; within 1% from 5 degrees on)."""
+    """Exceeded with probability 0.001 by a chi-square variable (Wilson & Hilferty 1931; 1% off from 5 degrees on)."""
     z = 3.0902
     spread = 2 / (9 * degrees)
     return degrees * (1 - spread + z * spread**0.5) ** 3

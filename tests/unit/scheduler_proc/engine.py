@@ -39,9 +39,7 @@ class Engine:
             max_queue_requests=max_queue_requests,
             max_queue_tokens=max_queue_tokens,
         )
-        self.core = SchedulerCore(
-            config, num_blocks=num_blocks, max_model_len=max_model_len, vocab_size=VOCABULARY
-        )
+        self.core = SchedulerCore(config, num_blocks=num_blocks, max_model_len=max_model_len, vocab_size=VOCABULARY)
         self.worker = FakeWorker(num_blocks, block_size, max_seqs)
         self.plans: deque[StepPlan] = deque()
         self.sent: list[StepPlan] = []
@@ -90,9 +88,7 @@ class Engine:
     ) -> None:
         self.time += 0.001
         self.submitted[request_id] = (prompt, max_tokens, frozenset(stops), min_tokens)
-        submit = Submit(
-            request_id, pack_ints(prompt), max_tokens, min_tokens, pack_ints(stops), GREEDY, namespace
-        )
+        submit = Submit(request_id, pack_ints(prompt), max_tokens, min_tokens, pack_ints(stops), GREEDY, namespace)
         self.handle(Arrived(self.time, PEER, submit))
 
     def step(self) -> bool:

@@ -1,14 +1,14 @@
 """A worker without a model, which checks what a real one relies on.
 
-Its "KV" of a position is a digest of all token ids up to it, so a block that holds anything else than what the block table
-promises (a wrong share, a reuse too early, a hole) is noticed at the step that reads it. The "model" is a function of the
-tokens so far: whatever scheduling does, a request's tokens must be those of `continuation`.
+Its "KV" of a position is a digest of all token ids up to it, so a block that holds anything else than what the block
+table promises (a wrong share, a reuse too early, a hole) is noticed at the step that reads it. The "model" is a
+function of the tokens so far: whatever scheduling does, a request's tokens must be those of `continuation`.
 """
 
 import hashlib
 from array import array
 
-from ipc.codec import pack_ints, unpack_ints
+from ipc.codec import unpack_ints
 from ipc.messages import StepPlan, StepResult
 
 VOCABULARY = 50
@@ -100,7 +100,7 @@ class FakeWorker:
         digest = b""
         for position in range(length):
             digest = _digest(digest, self.tokens[row][position])
-            assert self.pool.get(self._slot(row, position)) == digest, f"row {row}: KV of position {position} is not its own"
+            assert self.pool.get(self._slot(row, position)) == digest, (
+                f"row {row}: KV of position {position} is not its own"
+            )
         return digest
-
-

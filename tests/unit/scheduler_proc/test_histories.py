@@ -1,4 +1,4 @@
-"""Random histories of the scheduler core: whatever happens in whatever order, every request ends once with its own tokens.
+"""Random histories of the scheduler core: whatever happens, every request ends once and with its own tokens.
 
 The invariants are checked after every single event (see engine), the KV contents at every step (see fake_worker).
 """

@@ -9,9 +9,9 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import WordPiece as WordPieceDecoder
 from tokenizers.models import WordPiece
 
+from tests.unit.tokenizer_proc.vocabularies import byte_level_vocabulary, sentencepiece_vocabulary
 from tokenizer_proc.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from tokenizer_proc.vocabulary import Vocabulary
-from tests.unit.tokenizer_proc.vocabularies import byte_level_vocabulary, sentencepiece_vocabulary
 
 # Tokens that cut characters of 1 to 4 bytes everywhere, plus bytes that are never valid.
 PIECES = [

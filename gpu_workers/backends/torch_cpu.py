@@ -1,0 +1,152 @@
+"""The op set in plain torch operations on a CPU, with rows that do not depend on the batch they are computed in.
+
+What makes a row's bits depend on the other rows is a library that picks its kernel, and with it the order of the sums, by
+the number of rows. Measured with torch 2.13 on an AVX2 machine, float32, 1 to 600 rows, 1 and 2 threads:
+
+- MKL (`torch.mm`, `F.linear`, `torch.bmm`): 1, 2 and 3 rows differ from all others, as do the 1 to 3 rows that are left
+  over where it splits 5, 6, 7, 9, 10 or 11 rows between two threads. A multiple of 4 rows is always computed alike.
+- oneDNN with weights packed for 32 rows: identical for every number of rows and threads, and the fastest for few rows, as
+  it reads the weights once (a padded MKL product splits the rows, so each thread reads them all).
+- torch's reductions over the last axis, and exp and tanh: identical everywhere. silu, sigmoid and gelu are not: the last
+  up to 15 elements of each thread's share take another path. They are composed of exp and tanh here.
+
+`tests/unit/gpu_workers/test_torch_cpu.py` holds all of this on whatever machine it runs.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from gpu_workers.backend import Backend
+from gpu_workers.backends.torch_attention import AttentionPlan, PagedKV, attend
+from gpu_workers.batch import ForwardBatch
+
+_PACKED_ROWS = 32  # the row count oneDNN lays weights out for; at 1 it takes another kernel for single rows
+
+
+@dataclass(slots=True, frozen=True)
+class Linear:
+    """A prepared [N, K] weight. `operand` is the dtype its products are computed from."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    operand: torch.dtype
+    out_dtype: torch.dtype
+
+
+def create(dtype: torch.dtype, threads: int | None, deterministic: bool) -> "TorchCpuBackend":
+    """See `gpu_workers.backends.make_backend`."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return TorchCpuBackend(dtype, deterministic)
+
+
+def _has_fast_bfloat16() -> bool:
+    """Whether products of bfloat16 matrices beat float32 ones here: without hardware for them they are 10 times slower."""
+    return bool(torch.cpu._is_avx512_bf16_supported())  # type: ignore[no-untyped-call]
+
+
+class TorchCpuBackend(Backend):
+    """Activations and KV are in `dtype`; norms, rotation, attention and the sums of products are in float32.
+
+    With bfloat16 on a CPU without instructions for it, weights are rounded to bfloat16 but kept as float32, and multiplied
+    in float32: the products are the same, and the sums are no less exact.
+    """
+
+    def __init__(self, dtype: torch.dtype, deterministic: bool, packed: bool | None = None) -> None:
+        self.device = torch.device("cpu")
+        self.dtype = dtype
+        self._deterministic = deterministic
+        self._packed = torch.backends.mkldnn.is_available() if packed is None else packed
+        self._bf16_products = dtype == torch.bfloat16 and self._packed and _has_fast_bfloat16()
+        self._cos = self._sin = torch.empty(0)
+        self._plan: AttentionPlan | None = None
+
+    def load_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> Linear:
+        out_dtype = out_dtype or self.dtype
+        operand = torch.bfloat16 if self._bf16_products and out_dtype == torch.bfloat16 else torch.float32
+        weight = weight.to(self.dtype).to(operand)
+        if bias is not None:
+            bias = bias.to(self.dtype).to(operand)
+        if self._packed:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_ROWS)
+        else:
+            weight = weight.clone(memory_format=torch.contiguous_format)
+        return Linear(weight, bias, operand, out_dtype)
+
+    def load_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.dtype, copy=True)
+
+    def load_rope(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        self._cos, self._sin = cos, sin
+
+    def allocate_kv(
+        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> PagedKV:
+        return PagedKV.allocate(num_layers, num_blocks, block_size, num_kv_heads, head_dim, self.dtype)
+
+    def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return table.index_select(0, token_ids)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if self.dtype == torch.float32:
+            return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        # Rounded before the product with the weight, as bfloat16 models are trained and published.
+        return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(self.dtype).mul_(weight)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def linear(self, x: torch.Tensor, weight: Linear) -> torch.Tensor:
+        x = x.to(weight.operand)
+        if self._packed:
+            y = torch.ops.mkldnn._linear_pointwise(x, weight.weight, weight.bias, "none", [], "")
+        else:
+            rows = x.shape[0]
+            padding = -rows % 4 if self._deterministic else 0
+            y = F.linear(F.pad(x, (0, 0, 0, padding)) if padding else x, weight.weight, weight.bias)[:rows]
+        return y.to(weight.out_dtype)  # type: ignore[no-any-return]
+
+    def rope_and_write(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: PagedKV, layer: int, batch: ForwardBatch
+    ) -> torch.Tensor:
+        plan = self._plan_of(batch, kv)
+        kv.write(layer, plan, self._rotate(k, plan), v)
+        return self._rotate(q, plan)
+
+    def _rotate(self, x: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        x = x.float()
+        rotated = x * plan.cos
+        crossed = x * plan.sin
+        rotated[..., :half] -= crossed[..., half:]
+        rotated[..., half:] += crossed[..., :half]
+        return rotated.to(self.dtype)
+
+    def attention(self, q: torch.Tensor, kv: PagedKV, layer: int, batch: ForwardBatch) -> torch.Tensor:
+        return attend(q, kv, layer, self._plan_of(batch, kv)).to(self.dtype)
+
+    def _plan_of(self, batch: ForwardBatch, kv: PagedKV) -> AttentionPlan:
+        """All layers of a forward share the indices and masks, so they are computed once."""
+        if self._plan is None or self._plan.batch is not batch:
+            self._plan = AttentionPlan.build(batch, kv, self._cos, self._sin)
+        return self._plan
+
+    def gated_activation(self, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
+        gate, up = (half.float() for half in gate_up.chunk(2, dim=-1))
+        if kind == "silu":
+            activated = gate / torch.neg(gate).exp_().add_(1)
+        else:
+            inner = (gate * gate * gate).mul_(0.044715).add_(gate).mul_(math.sqrt(2 / math.pi))
+            activated = inner.tanh_().add_(1).mul_(gate).mul_(0.5)
+        if self.dtype == torch.float32:
+            return activated.mul_(up)
+        # A bfloat16 model rounds the activation before the product, and the product.
+        return activated.to(self.dtype).mul_(up.to(self.dtype))

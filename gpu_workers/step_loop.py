@@ -1,0 +1,37 @@
+"""The loop of a rank: receive a plan, run it, send the result. Blocking, as there is nothing else to do meanwhile."""
+
+import logging
+import threading
+
+import msgspec
+
+from gpu_workers.rows import PlanError
+from gpu_workers.runner import Runner
+from ipc.channels import BlockingDealer, LinkError
+from ipc.messages import ToWorker
+
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.1  # how soon an idle rank notices that it is to end
+
+
+def run_plans(link: BlockingDealer[ToWorker], runner: Runner, stop: threading.Event) -> int:
+    """Carry out plans until `stop` is set (0), or until a plan, the link or the model can't be trusted (1)."""
+    try:
+        while not stop.is_set():
+            plan = link.recv(_POLL_SECONDS)
+            if plan is None:
+                continue
+            result = runner.execute(plan)
+            if result is not None:
+                link.send(result)
+        return 0
+    except PlanError as error:
+        problem = f"a plan of the scheduler is invalid: {error}"
+    except (LinkError, msgspec.DecodeError) as error:
+        problem = f"the link to the scheduler can't be trusted: {error}"
+    except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
+        problem = f"a step failed: {type(error).__name__}: {error}"
+        log.debug("where the step failed", exc_info=True)
+    log.error("%s; this rank ends", problem)
+    return 1

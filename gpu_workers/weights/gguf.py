@@ -1,0 +1,119 @@
+"""Tensors from a GGUF file, under their Hugging Face names and in the Hugging Face order of rows.
+
+Block formats: github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Each block holds 32 consecutive elements of a row.
+"""
+
+import mmap
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from config.gguf_file import GGUFFile, TensorInfo
+
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    "rope_freqs.weight": "rope_freqs.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _hugging_face_name(name: str) -> str:
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if match and match[2] in _LAYER:
+        return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{match[3]}"
+    return _TOP.get(name, name)
+
+
+class GGUFSource:
+    """Reads one tensor at a time from the memory-mapped file."""
+
+    def __init__(self, path: Path) -> None:
+        file = GGUFFile(path)
+        self.label = str(path)
+        self._infos = {_hugging_face_name(name): info for name, info in file.tensors.items()}
+        self.shapes = {name: info.shape for name, info in self._infos.items()}
+        with path.open("rb") as opened:
+            # A private mapping: torch asks for writable memory, which nobody writes to.
+            self._data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        # llama.cpp rotates neighbouring elements, so its converter reorders the rows of Q and K of llama models.
+        self._heads: dict[str, int] = {}
+        if file.metadata["general.architecture"] == "llama":
+            heads = file.metadata["llama.attention.head_count"]
+            self._heads = {"q_proj": heads, "k_proj": file.metadata.get("llama.attention.head_count_kv", heads)}
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor in float32, or in its own dtype where that is a 16-bit float."""
+        info = self._infos[name]
+        tensor = dequantize(
+            info, torch.frombuffer(self._data, dtype=torch.uint8, count=info.num_bytes, offset=info.offset)
+        )
+        heads = self._heads.get(name.split(".")[-2]) if "." in name else None
+        return tensor if heads is None else _halves_from_pairs(tensor, heads)
+
+
+def _halves_from_pairs(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of each head from the order 0, D/2, 1, D/2 + 1, ... back to 0, 1, 2, ..."""
+    rows = tensor.shape[0]
+    return tensor.view(heads, rows // heads // 2, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def dequantize(info: TensorInfo, data: torch.Tensor) -> torch.Tensor:
+    """The bytes `data` (uint8) of a tensor as floats [*info.shape]; ValueError naming tensor and type if unsupported."""
+    if info.type in _PLAIN:
+        return data.view(_PLAIN[info.type]).view(info.shape)
+    if info.type in _BLOCKS:
+        block_bytes, decode = _BLOCKS[info.type]
+        return decode(data.view(-1, block_bytes)).view(info.shape)
+    raise ValueError(
+        f"tensor {info.name} has the type {info.type}, which is not supported ({', '.join([*_PLAIN, *_BLOCKS])} are)"
+    )
+
+
+def _half(blocks: torch.Tensor, begin: int) -> torch.Tensor:
+    """The float16 at byte `begin` of each block, as float32 [blocks, 1]."""
+    return blocks[:, begin : begin + 2].contiguous().view(torch.float16).float()
+
+
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    """scale, 32 x int8."""
+    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """[blocks, 16] bytes -> [blocks, 32] values 0..15: the low halves come first."""
+    values = torch.empty(packed.shape[0], 32)
+    values[:, :16] = packed & 15
+    values[:, 16:] = packed >> 4
+    return values
+
+
+def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    """scale, 32 x 4 bits; 8 stands for zero."""
+    return _nibbles(blocks[:, 2:]).sub_(8).mul_(_half(blocks, 0))
+
+
+def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    """scale, minimum, 32 x 4 bits."""
+    return _nibbles(blocks[:, 4:]).mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BLOCKS: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "Q4_0": (18, _q4_0),
+    "Q4_1": (20, _q4_1),
+    "Q8_0": (34, _q8_0),
+}

@@ -1,0 +1,67 @@
+"""What a checkpoint format offers (`TensorSource`), and how a model takes tensors from it (`Weights`)."""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from ipc.control import StartError
+
+_NAMES_SHOWN = 8
+
+
+class TensorSource(Protocol):
+    """Tensors of a checkpoint under their Hugging Face names."""
+
+    label: str  # the file or directory, for messages
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor, dequantized; ValueError when its type is not supported."""
+
+
+class Weights:
+    """Hands out tensors by name and expected shape, and keeps account of what nobody asked for."""
+
+    def __init__(self, source: TensorSource, progress: Callable[[float], None]) -> None:
+        self._source = source
+        self._progress = progress
+        self._unread = set(source.shapes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._source.shapes
+
+    def require(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """StartError naming the tensors that are missing or of another shape than expected."""
+        shapes = self._source.shapes
+        missing = [name for name in expected if name not in shapes]
+        if missing:
+            raise StartError(f"{self._source.label} lacks {len(missing)} tensors of this model: {_listed(missing)}.")
+        wrong = [
+            f"{name} is {list(shapes[name])} instead of {list(shape)}"
+            for name, shape in expected.items()
+            if shapes[name] != shape
+        ]
+        if wrong:
+            raise StartError(f"{self._source.label} does not fit its own configuration: {_listed(wrong)}.")
+
+    def forbid_others(self, expected: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool]) -> None:
+        """StartError naming the tensors that this model has no use for, except the `ignored` ones."""
+        unknown = sorted(name for name in self._source.shapes if name not in expected and not ignored(name))
+        if unknown:
+            raise StartError(f"{self._source.label} has tensors that this model does not know: {_listed(unknown)}.")
+
+    def take(self, name: str) -> torch.Tensor:
+        """The tensor `name`; StartError when it can't be read."""
+        try:
+            tensor = self._source.read(name)
+        except (OSError, ValueError) as error:
+            raise StartError(f"The weights in {self._source.label} cannot be read: {error}") from error
+        self._unread.discard(name)
+        self._progress(1.0 - len(self._unread) / len(self._source.shapes))
+        return tensor
+
+
+def _listed(items: list[str]) -> str:
+    more = f" and {len(items) - _NAMES_SHOWN} more" if len(items) > _NAMES_SHOWN else ""
+    return ", ".join(items[:_NAMES_SHOWN]) + more

@@ -1,0 +1,95 @@
+"""Putting a rank together: backend, weights, KV pool, warm-up, and the link over which it takes plans."""
+
+import gc
+import threading
+
+from config.schema import ChildSpec
+from gpu_workers.backends import make_backend
+from gpu_workers.comm import make_comm
+from gpu_workers.runner import Runner
+from gpu_workers.step_loop import run_plans
+from gpu_workers.weights.loader import load_model
+from ipc.channels import BlockingDealer
+from ipc.codec import Decoder, pack_floats, pack_ints
+from ipc.control import Control
+from ipc.messages import NewRow, SamplingSpec, StepPlan, ToWorker, WorkerReady
+
+_WARM_UP_TOKENS = 16
+
+_GREEDY = SamplingSpec(
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    seed=0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    bias_ids=pack_ints(()),
+    bias_values=pack_floats(()),
+    min_tokens=0,
+    banned_ids=pack_ints(()),
+    logprobs=-1,
+)
+
+
+class Worker:
+    """Rank `spec.index` with its model, its KV pool and its link to the scheduler.
+
+    Building it loads everything and runs one small step; StartError says why that is impossible.
+    """
+
+    def __init__(self, spec: ChildSpec, control: Control) -> None:
+        self._spec = spec
+        self._control = control
+        config = spec.config
+        settings = config.worker
+        backend = make_backend(
+            settings.device, config.model.dtype, settings.threads, deterministic=bool(settings.deterministic)
+        )
+        self._comm = make_comm(spec.index, settings.tp, spec.rendezvous_port)
+        control.stage("loading weights", 0.0)
+        self._model = load_model(spec, backend, self._comm, control.stage)
+        control.stage("allocating KV")
+        self._kv = self._model.allocate_kv(spec.num_blocks, config.scheduler.block_size)
+        control.stage("warming up")
+        self._warm_up()
+        self._runner = self._make_runner(config.scheduler.max_seqs)
+
+    def _make_runner(self, max_seqs: int) -> Runner:
+        return Runner(
+            self._model,
+            self._kv,
+            self._spec.num_blocks,
+            self._spec.config.scheduler.block_size,
+            max_seqs,
+            self._spec.config.model.max_model_len or self._spec.arch.max_position,
+            self._comm,
+        )
+
+    def _warm_up(self) -> None:
+        """A prefill and a decode step in the first blocks; nobody reads those before they are written again."""
+        runner = self._make_runner(1)
+        block_size = self._spec.config.scheduler.block_size
+        blocks = min(self._spec.num_blocks, _WARM_UP_TOKENS // block_size + 1)
+        n = min(_WARM_UP_TOKENS, blocks * block_size - 1)
+        if n < 1:
+            return
+        row = NewRow(0, pack_ints([0] * n), n, pack_ints(range(blocks)), _GREEDY)
+        runner.execute(StepPlan(0, (row,), b"", b"", pack_ints((0, 0, n, 1))))
+        runner.execute(StepPlan(1, (), b"", b"", pack_ints((0, n, 1, 1))))
+
+    def serve(self, stop: threading.Event) -> int:
+        """Report for work, then carry out plans until `stop` is set (0) or something is beyond repair (1)."""
+        spec = self._spec
+        decoder: Decoder[ToWorker] = Decoder(ToWorker)
+        link = BlockingDealer(spec.endpoints.workers, b"rank%d" % spec.index, decoder, spec.incarnation)
+        # What exists by now lives as long as the process: the collector need never look at it again.
+        gc.collect()
+        gc.freeze()
+        link.send(WorkerReady(rank=spec.index, num_blocks=spec.num_blocks))
+        self._control.ready()
+        try:
+            return run_plans(link, self._runner, stop)
+        finally:
+            link.close()

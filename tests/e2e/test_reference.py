@@ -1,0 +1,83 @@
+"""The served model against what transformers generates from the same weights (shared/reference)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.server import Server
+from tests.e2e.sse import Answer, post_all
+
+TOLERANCE = {"float32": 0.001, "bfloat16": 0.25}  # largest margin at which rounding may choose the other token
+
+
+@pytest.fixture(scope="session")
+def rows(shared_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (shared_dir / "reference" / "greedy.jsonl").open()]
+
+
+def bodies(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Requests for as many tokens as the reference has; it ends early only at an end of sequence."""
+    return [
+        {
+            "model": "smol",
+            "prompt": row["prompt_ids"],
+            "max_tokens": len(row["output_ids"]),
+            "temperature": 0,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        for row in rows
+    ]
+
+
+def first_mismatch(row: dict[str, Any], answer: Answer) -> int | None:
+    """Index of the first output token that differs from the reference, or None."""
+    assert answer.status == 200, answer.body
+    expected = row["output_ids"]
+    ids = answer.body["choices"][0]["token_ids"]
+    for index, (got, wanted) in enumerate(zip(ids, expected, strict=False)):
+        if got != wanted:
+            return index
+    return None if len(ids) == len(expected) else min(len(ids), len(expected))
+
+
+def check(rows: list[dict[str, Any]], answers: list[Answer], tolerance: float) -> int:
+    """No mismatch where the margin exceeds the tolerance; returns how many rows match fully."""
+    full = 0
+    for row, answer in zip(rows, answers, strict=True):
+        index = first_mismatch(row, answer)
+        if index is None:
+            full += 1
+            assert answer.text == row["output_text"] or "�" in row["output_text"]
+        else:
+            assert row["margins"][index] < tolerance, f"{row['id']}: token {index} differs at {row['margins'][index]}"
+    return full
+
+
+def outputs(answers: list[Answer]) -> list[tuple[Any, ...]]:
+    return [
+        (answer.text, answer.finish_reason, answer.body["choices"][0]["logprobs"]["token_logprobs"])
+        for answer in answers
+    ]
+
+
+def test_all_rows_at_once_and_one_by_one_in_float32(server: Server, rows: list[dict[str, Any]]) -> None:
+    url = server.url + "/v1/completions"
+    together = post_all(url, bodies(rows))
+    assert check(rows, together, TOLERANCE["float32"]) == len(rows)
+    alone = post_all(url, bodies(rows), at_once=False)
+    assert outputs(together) == outputs(alone), (
+        "the same tokens and log-probabilities whatever else runs, cached or not"
+    )
+
+
+@pytest.mark.slow
+def test_all_rows_at_once_and_one_by_one_in_bfloat16(model_path: Path, rows: list[dict[str, Any]]) -> None:
+    with Server(model_path, "--dtype", "bfloat16", "--served-model-name", "smol") as server:
+        url = server.url + "/v1/completions"
+        together = post_all(url, bodies(rows))
+        assert check(rows, together, TOLERANCE["bfloat16"]) >= 15
+        alone = post_all(url, bodies(rows), at_once=False)
+        assert outputs(together) == outputs(alone)

@@ -1,0 +1,210 @@
+"""A tokenizer process with a script in place of a model, behind the real socket, for tests of its clients.
+
+What it answers depends on the last line of the prompt:
+
+- `hang`: one token, then nothing until the client aborts
+- `mute`: nothing at all
+- `refuse`: a 429 before anything else
+- `fail`: one token, then a 503
+- `flood`: text as fast as it can, until the client aborts
+- `slow`: one token every 50 ms
+- anything else: `max_tokens` tokens (at most 8: then it "stops"), one message for each
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from ipc.channels import AsyncRouter, StatsPublisher
+from ipc.codec import Decoder, pack_ints, unpack_ints
+from ipc.messages import (
+    Abort,
+    ChatPrompt,
+    Delta,
+    Failed,
+    Finished,
+    FinishReason,
+    Generate,
+    Hello,
+    Message,
+    ModelInfo,
+    Outputs,
+    PositionLogprobs,
+    Stats,
+    TextPrompt,
+    TokenLogprob,
+    ToTokenizer,
+    Welcome,
+)
+
+MODEL = ModelInfo(
+    names=("tiny", "org/tiny"), max_model_len=256, vocab_size=1000, created=1_700_000_000, has_chat_template=True
+)
+MOST_TOKENS = 8
+CACHED = 3
+
+
+def prompt_length(request: Generate) -> int:
+    """Tokens of the prompt, as the fake counts them: one for each character of a text."""
+    prompt = request.prompt
+    if isinstance(prompt, ChatPrompt):
+        return sum(len(message.content) for message in prompt.messages)
+    return len(prompt.text) if isinstance(prompt, TextPrompt) else len(unpack_ints(prompt.token_ids))
+
+
+def last_line(request: Generate) -> str:
+    prompt = request.prompt
+    if isinstance(prompt, ChatPrompt):
+        return prompt.messages[-1].content.splitlines()[-1:][0] if prompt.messages[-1].content else ""
+    return prompt.text.splitlines()[-1] if isinstance(prompt, TextPrompt) else ""
+
+
+def word(choice: int, position: int) -> str:
+    """Text of one token."""
+    return f" é{choice}.{position}"
+
+
+def expected_text(choice: int, tokens: int) -> str:
+    return "".join(word(choice, position) for position in range(tokens))
+
+
+class FakeEngine:
+    """Runs on a thread of its own. `requests` and `aborted` say what arrived."""
+
+    def __init__(self, directory: Path, *, welcome: bool = True) -> None:
+        self.endpoint = f"ipc://{directory}/clients-0"
+        self.stats_endpoint = f"ipc://{directory}/stats"
+        self.requests: list[Generate] = []
+        self.aborted: set[int] = set()
+        self._welcome = welcome
+        self._peers: list[bytes] = []
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._changed = threading.Condition()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._call(self._start())
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _call(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+
+    async def _start(self) -> None:
+        decoder: Decoder[Any] = Decoder(ToTokenizer)
+        self._router = AsyncRouter(self.endpoint, decoder, 1, self._on_message, lambda peer: None)
+        self._router.start()
+        self._publisher = StatsPublisher(self.stats_endpoint)
+
+    def _on_message(self, peer: bytes, message: Message) -> None:
+        if isinstance(message, Hello):
+            self._peers.append(peer)
+            if self._welcome:
+                self._router.send(peer, Welcome(MODEL))
+        elif isinstance(message, Abort):
+            task = self._tasks.pop(message.request_id, None)
+            if task is not None:
+                task.cancel()
+            with self._changed:
+                self.aborted.add(message.request_id)
+                self._changed.notify_all()
+        elif isinstance(message, Generate):
+            with self._changed:
+                self.requests.append(message)
+                self._changed.notify_all()
+            self._tasks[message.request_id] = self._loop.create_task(self._answer(peer, message))
+
+    async def _answer(self, peer: bytes, request: Generate) -> None:
+        kind, name = last_line(request), request.request_id
+        if kind == "mute":
+            return
+        if kind == "refuse":
+            self._send(peer, Failed(name, 429, "the queue is full", "rate_limit_error", code="full", retry_after=2.5))
+            return
+        if kind in ("hang", "fail"):
+            self._send(peer, Delta(name, 0, "begun", pack_ints([1])))
+            if kind == "fail":
+                await asyncio.sleep(0.05)
+                self._send(peer, Failed(name, 503, "the engine died", "server_error"))
+            return
+        while kind == "flood":
+            self._send(peer, Delta(name, 0, "x" * 65536, pack_ints([1])))
+            await asyncio.sleep(0.001)
+        asked = request.params.max_tokens or MOST_TOKENS
+        reason: FinishReason = "length" if asked <= MOST_TOKENS else "stop"
+        count = min(asked, MOST_TOKENS)
+        for position in range(count):
+            if kind == "slow":
+                await asyncio.sleep(0.05)
+            choices = range(request.params.n)
+            self._send(peer, *[self._delta(request, choice, position) for choice in choices])
+            await asyncio.sleep(0)
+        self._send(
+            peer,
+            *[
+                Finished(name, choice, reason, None, prompt_length(request), count, CACHED + choice)
+                for choice in range(request.params.n)
+            ],
+        )
+
+    def _delta(self, request: Generate, choice: int, position: int) -> Delta:
+        text = word(choice, position)
+        logprobs: tuple[PositionLogprobs, ...] = ()
+        if request.params.logprobs is not None:
+            chosen = TokenLogprob(position, text, text.encode(), -0.5)
+            others = [
+                TokenLogprob(100 + rank, f"other{rank}", f"other{rank}".encode(), float("-inf"))
+                for rank in range(request.params.logprobs)
+            ]
+            logprobs = (PositionLogprobs(chosen, tuple(others)),)
+        return Delta(request.request_id, choice, text, pack_ints([position]), logprobs)
+
+    def _send(self, peer: bytes, *items: Delta | Finished | Failed) -> None:
+        self._router.send(peer, Outputs(items))
+
+    def wait_for_request(self, external_id: str, timeout: float = 10) -> Generate:
+        """The request with this id, once it is here."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._find(external_id) is not None, timeout), "no request arrived"
+            found = self._find(external_id)
+        assert found is not None
+        return found
+
+    def _find(self, external_id: str) -> Generate | None:
+        return next((request for request in self.requests if request.external_id == external_id), None)
+
+    def wait_for_abort(self, request_id: int, timeout: float = 10) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: request_id in self.aborted, timeout), "no abort arrived"
+
+    def welcome(self) -> None:
+        """Tell every client that the engine is ready."""
+
+        async def send() -> None:
+            self._welcome = True
+            for peer in self._peers:
+                self._router.send(peer, Welcome(MODEL))
+
+        self._call(send())
+
+    def publish(self, stats: Stats) -> None:
+        async def send() -> None:
+            self._publisher.send(stats)
+
+        self._call(send())
+
+    def close(self) -> None:
+        async def stop() -> None:
+            for task in self._tasks.values():
+                task.cancel()
+            self._router.close()
+            self._publisher.close()
+
+        self._call(stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()

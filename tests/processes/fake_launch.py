@@ -1,0 +1,39 @@
+"""A launcher whose processes are all fakes; settings come from the command line as with `python -m launch`."""
+
+import os
+import sys
+
+from config.resolve import Machine, resolve
+from config.schema import ModelArch
+from config.sources import read_settings
+from launch.listen import open_listener
+from launch.progress import StartDisplay
+from launch.supervisor import ROLE_MODULES, Engine, Supervisor
+
+ARCH = ModelArch(
+    family="llama",
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    vocab_size=256,
+    max_position=512,
+)
+MACHINE = Machine(cores=2, memory_total=8 << 30, memory_available=8 << 30)
+
+if __name__ == "__main__":
+    asked = read_settings(["--model", "none", "--port", "0", *sys.argv[1:]], os.environ, "0").config
+    resolved = resolve(asked, ARCH, MACHINE)
+    engine = Engine(
+        config=resolved.config,
+        arch=ARCH,
+        model_path="none",
+        served_names=("it's a fake",),
+        kv_memory_bytes=resolved.plan.kv,
+        num_blocks=resolved.plan.num_blocks,
+    )
+    modules = dict.fromkeys(ROLE_MODULES, "tests.processes.fake_role")
+    listener = open_listener(asked.server.host, asked.server.port)
+    sys.exit(Supervisor(engine, listener, StartDisplay(), modules).run())

@@ -1,0 +1,60 @@
+"""A role that does nothing but obey, for tests of the supervisor alone.
+
+The environment says how each process behaves (FAKE_BEHAVIOUR: JSON, name -> behaviour) and where all of them write down
+what happens to them (FAKE_LOG). Without an entry a process becomes ready, and ends when it is told to.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from config.schema import ChildSpec
+from ipc.control import Control, Drain, Fail, Idle, Order, StartError
+
+
+def main(spec: ChildSpec, control: Control) -> int:
+    name = f"{spec.role}-{spec.index}"
+    behaviour = json.loads(os.environ.get("FAKE_BEHAVIOUR", "{}")).get(name, "obey")
+    log = Path(os.environ["FAKE_LOG"])
+
+    def write(event: str) -> None:
+        with log.open("a") as file:
+            file.write(f"{name} {event}\n")
+
+    write(f"pid {os.getpid()}")
+    write(f"incarnation {spec.incarnation}")
+    if behaviour == "start-error":
+        raise StartError("the weights are upside down; turn the file around.")
+    if behaviour == "crash":
+        raise ValueError("tensor of the wrong shape")
+    if behaviour == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if behaviour in ("loading", "deaf-loading"):
+        control.stage("loading weights", 0.5)
+        write("loading")
+        time.sleep(600)
+
+    ended = threading.Event()
+
+    def on_order(order: Order) -> None:
+        match order:
+            case Drain():
+                write("drain")
+                if behaviour == "busy":
+                    write("busy")
+                    return
+                control.report(Idle())
+            case Fail(reason):
+                write(f"fail {reason}")
+        if behaviour != "deaf":
+            ended.set()
+
+    control.listen(on_order)
+    control.ready()
+    write("ready")
+    ended.wait()
+    write("end")
+    return 0

@@ -1,0 +1,260 @@
+"""Loading, draining, losing the engine, and what monitoring sees."""
+
+import http.client
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ipc.control import Drain, Fail, Idle, Ready
+from ipc.messages import Stats
+
+from ..fake_engine import FakeEngine
+from .process import Frontend, wait_until
+
+CHAT = "/v1/chat/completions"
+STATS = Stats(
+    time=1.0,
+    step=77,
+    running=3,
+    waiting=2,
+    blocks_total=100,
+    blocks_free=50,
+    blocks_cached=20,
+    blocks_private=29,
+    blocks_in_transit=1,
+    prompt_tokens=1000,
+    cached_tokens=400,
+    computed_tokens=900,
+    generated_tokens=300,
+    preemptions=4,
+    finished=12,
+    aborted=5,
+    refused=6,
+    oldest_request_seconds=1.5,
+    stuck_request="req-9",
+)
+
+
+def body(line: str = "hi", **fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": line}], "max_tokens": 4, **fields}
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[FakeEngine]:
+    engine = FakeEngine(tmp_path)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def frontend(engine: FakeEngine, run_dir: Path) -> Iterator[Frontend]:
+    frontend = Frontend(run_dir, engine)
+    yield frontend.wait_until_ready()
+    frontend.close()
+    assert b"Traceback" not in frontend.stderr, frontend.stderr.decode()
+
+
+def open_stream(frontend: Frontend, line: str, **headers: str) -> http.client.HTTPResponse:
+    connection = frontend.connect()
+    connection.request("POST", CHAT, json.dumps(body(line, stream=True)), headers)
+    return connection.getresponse()
+
+
+def test_only_liveness_while_the_engine_loads(tmp_path: Path, run_dir: Path) -> None:
+    engine = FakeEngine(tmp_path, welcome=False)
+    frontend = Frontend(run_dir, engine)
+    try:
+        # The launcher's socket listens from the start, so that this waits for the process instead of failing.
+        assert frontend.request("GET", "/health/live").status == 200
+        for method, path in (
+            ("GET", "/health/ready"),
+            ("GET", "/health/progress"),
+            ("GET", "/v1/models"),
+            ("POST", CHAT),
+            ("POST", "/v1/completions"),
+        ):
+            answer = frontend.request(method, path, body() if method == "POST" else None)
+            assert answer.status == 503
+            assert answer.error()["type"] == "server_error"
+            assert int(answer.headers["Retry-After"]) >= 1
+        assert frontend.request("GET", "/metrics").status == 200
+        assert not any(isinstance(status, Ready) for status in list(frontend.statuses.queue))
+        engine.welcome()
+        frontend.wait_for(Ready)
+        assert frontend.request("GET", "/health/ready").status == 200
+        assert frontend.request("POST", CHAT, body()).status == 200
+    finally:
+        frontend.close()
+        engine.close()
+
+
+def test_drain_finishes_what_runs_and_refuses_the_rest(frontend: Frontend, engine: FakeEngine) -> None:
+    kept = frontend.connect()
+    kept.request("GET", "/health/ready")
+    assert kept.getresponse().read()
+    running = open_stream(frontend, "slow")
+    whole = frontend.connect()
+    whole.request("POST", CHAT, json.dumps(body("slow")), {"x-request-id": "whole"})
+    engine.wait_for_request("whole")
+    frontend.order(Drain())
+
+    def draining() -> bool:
+        kept.request("GET", "/health/ready")
+        response = kept.getresponse()
+        response.read()
+        return response.status == 503
+
+    wait_until(draining)
+    kept.request("POST", CHAT, json.dumps(body()))
+    refused = kept.getresponse()
+    assert refused.status == 503
+    assert json.loads(refused.read())["error"]["code"] == "draining"
+    assert running.read().endswith(b"data: [DONE]\n\n")
+    finished = whole.getresponse()
+    assert (finished.status, json.loads(finished.read())["choices"][0]["finish_reason"]) == (200, "length")
+    frontend.wait_for(Idle)
+    assert frontend.process.wait(10) == 0
+
+
+def test_drain_of_an_idle_process_ends_it(frontend: Frontend) -> None:
+    idle_connection = frontend.connect()
+    idle_connection.request("GET", "/health/live")
+    idle_connection.getresponse().read()
+    frontend.order(Drain())
+    frontend.wait_for(Idle)
+    assert frontend.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("drain_first", [False, True])
+def test_fail_tells_every_client_why(frontend: Frontend, engine: FakeEngine, drain_first: bool) -> None:
+    streams = [open_stream(frontend, "hang") for _ in range(16)]
+    silent = frontend.connect()
+    silent.request("POST", CHAT, json.dumps(body("mute", stream=True)), {"x-request-id": "silent"})
+    whole = frontend.connect()
+    whole.request("POST", CHAT, json.dumps(body("hang")), {"x-request-id": "whole"})
+    engine.wait_for_request("silent")
+    engine.wait_for_request("whole")
+    if drain_first:
+        frontend.order(Drain())
+    frontend.order(Fail("worker 0 was killed"))
+    for stream in streams:
+        events = stream.read().decode().split("\n\n")
+        assert events.pop() == ""
+        error = json.loads(events[-1].removeprefix("data: "))["error"]
+        assert error["message"] == "worker 0 was killed"
+        assert sum('"error"' in event for event in events) == 1
+    for connection in (silent, whole):
+        response = connection.getresponse()
+        assert response.status == 503
+        assert json.loads(response.read())["error"]["message"] == "worker 0 was killed"
+    assert frontend.process.wait(10) == 0
+
+
+def test_fail_does_not_wait_for_a_client_that_does_not_read(frontend: Frontend, engine: FakeEngine) -> None:
+    with socket.create_connection(("127.0.0.1", frontend.port)) as deaf:
+        data = json.dumps(body("hang", stream=True)).encode()
+        deaf.sendall(
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nx-request-id: deaf\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+        )
+        deaf.sendall(data)
+        engine.wait_for_request("deaf")
+        frontend.order(Fail("gone"))
+        assert frontend.process.wait(10) == 0
+
+
+def test_an_engine_that_dies_fails_its_requests_and_comes_back(tmp_path: Path, run_dir: Path) -> None:
+    engine = FakeEngine(tmp_path)
+    frontend = Frontend(run_dir, engine).wait_until_ready()
+    try:
+        stream = open_stream(frontend, "hang")
+        engine.close()
+        assert b'data: {"error":{"message":"the connection to the engine was lost"' in stream.read()
+        assert frontend.request("POST", CHAT, body()).status == 503
+        engine = FakeEngine(tmp_path)
+        wait_until(lambda: frontend.request("GET", "/health/ready").status == 200)
+        assert frontend.request("POST", CHAT, body()).status == 200
+    finally:
+        frontend.close()
+        engine.close()
+
+
+def published(frontend: Frontend, engine: FakeEngine) -> None:
+    """Publish `STATS` until the frontend, which may not have subscribed yet, has got it."""
+
+    def arrived() -> bool:
+        engine.publish(STATS)
+        return frontend.request("GET", "/health/progress").status == 200
+
+    wait_until(arrived)
+
+
+def test_progress(frontend: Frontend, engine: FakeEngine) -> None:
+    published(frontend, engine)
+    progress = frontend.request("GET", "/health/progress").json()
+    assert progress.pop("age_seconds") >= 0
+    assert progress == {
+        "step": 77,
+        "running": 3,
+        "waiting": 2,
+        "oldest_stuck_request": {"id": "req-9", "seconds": 1.5},
+        "kv_blocks": {"free": 50, "cached": 20, "private": 29, "in_transit": 1, "total": 100},
+    }
+    assert engine.requests == []  # asking generates nothing
+
+
+def metric(text: str, name: str) -> float:
+    """Value of the one sample of this name and label set."""
+    (value,) = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    return float(value)
+
+
+def test_metrics_are_summed_over_frontends(engine: FakeEngine, run_dir: Path) -> None:
+    first = Frontend(run_dir, engine).wait_until_ready()
+    second = Frontend(run_dir, engine).wait_until_ready()
+    try:
+        for _ in range(2):
+            assert first.request("POST", CHAT, body(n=2)).status == 200
+        assert second.request("POST", CHAT, body(stream=True)).status == 200
+        assert second.request("POST", CHAT, {**body(), "n": 99}).status == 400
+        assert first.request("GET", "/no/such/route").status == 404
+        for frontend in (first, second):
+            published(frontend, engine)
+            answer = frontend.request("GET", "/metrics")
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            text = answer.body.decode()
+            assert metric(text, 'tokenmill:request_success_total{finished_reason="length"}') == 5
+            assert metric(text, "tokenmill:time_to_first_token_seconds_count") == 5
+            assert metric(text, "tokenmill:e2e_request_latency_seconds_count") == 3
+            assert metric(text, f'tokenmill:http_requests_total{{route="{CHAT}",status="200"}}') == 3
+            assert metric(text, f'tokenmill:http_requests_total{{route="{CHAT}",status="400"}}') == 1
+            assert metric(text, 'tokenmill:http_requests_total{route="other",status="404"}') == 1
+            assert metric(text, "tokenmill:num_requests_running") == 3
+            assert metric(text, "tokenmill:num_requests_waiting") == 2
+            assert metric(text, "tokenmill:kv_cache_usage_perc") == 0.3
+            assert metric(text, "tokenmill:prompt_tokens_total") == 1000
+            assert metric(text, "tokenmill:generation_tokens_total") == 300
+            assert metric(text, 'tokenmill:kv_blocks{state="cached"}') == 20
+    finally:
+        first.close()
+        second.close()
+
+
+def test_two_frontends_share_one_port(engine: FakeEngine, run_dir: Path) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    first = Frontend(run_dir, engine, listener=listener).wait_until_ready()
+    second = Frontend(run_dir, engine, listener=socket.socket(fileno=os.dup(listener.fileno()))).wait_until_ready()
+    try:
+        first.order(Drain())
+        assert first.process.wait(10) == 0
+        # The port goes on: what one process no longer accepts, the other does.
+        for _ in range(5):
+            assert second.request("POST", CHAT, body()).status == 200
+    finally:
+        first.close()
+        second.close()

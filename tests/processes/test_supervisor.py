@@ -1,0 +1,275 @@
+"""The supervisor with fake roles: starting, dying, draining, and leaving nothing behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NAMES = ("worker-0", "scheduler-0", "tokenizer-0", "frontend-0")
+PATIENCE = 30.0  # seconds; only how long a test that fails takes
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+class Launcher:
+    """A `fake_launch` process and the log that its children write."""
+
+    def __init__(self, folder: Path, *arguments: str, behaviour: dict[str, str] | None = None) -> None:
+        self.log_file = folder / "events.log"
+        self.log_file.touch()
+        self.run_parent = folder / "run"
+        self.run_parent.mkdir()
+        environment = os.environ | {
+            "FAKE_LOG": str(self.log_file),
+            "FAKE_BEHAVIOUR": json.dumps(behaviour or {}),
+            "XDG_RUNTIME_DIR": str(self.run_parent),
+            "PYTHONPATH": str(REPOSITORY),
+        }
+        self.error_file = folder / "stderr"
+        self.output_file = folder / "stdout"
+        with self.error_file.open("wb") as errors, self.output_file.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.processes.fake_launch", *arguments],
+                env=environment,
+                stdout=output,
+                stderr=errors,
+                cwd=folder,
+            )
+
+    @property
+    def events(self) -> list[str]:
+        return self.log_file.read_text().splitlines()
+
+    @property
+    def errors(self) -> str:
+        return self.error_file.read_text()
+
+    @property
+    def output(self) -> str:
+        return self.output_file.read_text()
+
+    def pids(self, name: str = "") -> list[int]:
+        return [int(event.split()[2]) for event in self.events if event.startswith(name) and event.split()[1] == "pid"]
+
+    def wait_ready(self) -> None:
+        wait_for(lambda: "ready http" in self.output or self.process.poll() is not None, "the ready line")
+        assert self.process.poll() is None, self.errors
+
+    def wait_end(self) -> int:
+        status = self.process.wait(PATIENCE)
+        assert [pid for pid in self.pids() if is_alive(pid)] == []
+        assert list(self.run_parent.iterdir()) == []
+        return status
+
+    def position(self, event: str) -> int:
+        assert event in self.events, (event, self.events)
+        return self.events.index(event)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
+    started: list[Launcher] = []
+
+    def start(*arguments: str, **options: dict[str, str]) -> Launcher:
+        started.append(Launcher(tmp_path, *arguments, **options))
+        return started[-1]
+
+    yield start
+    for launcher in started:
+        if launcher.process.poll() is None:
+            launcher.process.kill()
+            launcher.process.wait()
+
+
+def test_one_ready_line_then_a_signal_drains_in_order_and_exits_zero(launch: Callable[..., Launcher]) -> None:
+    launcher = launch()
+    launcher.wait_ready()
+    [directory] = launcher.run_parent.iterdir()
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in directory.glob("*.json")} == {0o600}
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.wait_end() == 0
+    assert re.fullmatch(r"ready http://127\.0\.0\.1:\d+\n", launcher.output)
+    assert "curl" in launcher.errors
+    # Each role has ended before the next one, further from the clients, is told.
+    for earlier, later in zip(
+        ("frontend", "tokenizer", "scheduler"), ("tokenizer", "scheduler", "worker"), strict=True
+    ):
+        assert launcher.position(f"{earlier}-0 end") < launcher.position(f"{later}-0 drain")
+
+
+@pytest.mark.parametrize("victim", NAMES)
+def test_a_death_without_restarts_is_told_to_all_others_and_ends_everything(
+    launch: Callable[..., Launcher], victim: str
+) -> None:
+    launcher = launch("--max-restarts", "0")
+    launcher.wait_ready()
+    os.kill(launcher.pids(victim)[0], signal.SIGKILL)
+    assert launcher.wait_end() == 1
+    reason = f"{victim.replace('-', ' ')} was killed by signal 9 (SIGKILL)"
+    for other in NAMES:
+        assert (f"{other} fail {reason}" in launcher.events) == (other != victim)
+    assert reason in launcher.errors
+    assert launcher.output.count("\n") == 1
+
+
+def test_a_death_restarts_everything_in_a_new_incarnation_until_the_limit(launch: Callable[..., Launcher]) -> None:
+    launcher = launch("--max-restarts", "1")
+    launcher.wait_ready()
+    os.kill(launcher.pids("worker-0")[0], signal.SIGKILL)
+    wait_for(lambda: "ready again" in launcher.errors, "the second start")
+    incarnations = [int(event.split()[2]) for event in launcher.events if event.startswith("worker-0 incarnation")]
+    assert len(incarnations) == 2
+    assert incarnations[1] > incarnations[0]
+    assert launcher.output.split()[1] in launcher.errors.partition("ready again: ")[2]
+    os.kill(launcher.pids("tokenizer-0")[1], signal.SIGKILL)
+    assert launcher.wait_end() == 1
+    assert "--max-restarts allows 1" in launcher.errors
+    assert launcher.output.count("ready") == 1
+
+
+def test_after_a_recovered_death_a_clean_stop_is_still_not_success(launch: Callable[..., Launcher]) -> None:
+    launcher = launch("--max-restarts", "3")
+    launcher.wait_ready()
+    os.kill(launcher.pids("scheduler-0")[0], signal.SIGKILL)
+    wait_for(lambda: "ready again" in launcher.errors, "the second start")
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.wait_end() == 1
+
+
+@pytest.mark.parametrize("behaviour", ["obey", "loading", "deaf"])
+def test_no_child_outlives_a_killed_launcher(launch: Callable[..., Launcher], behaviour: str) -> None:
+    launcher = launch(behaviour={"worker-0": behaviour, "scheduler-0": behaviour})
+    if behaviour == "loading":
+        wait_for(lambda: {"worker-0 loading", "scheduler-0 loading"} <= set(launcher.events), "loading")
+        wait_for(lambda: {"tokenizer-0 ready", "frontend-0 ready"} <= set(launcher.events), "the others")
+    else:
+        launcher.wait_ready()
+    pids = launcher.pids()
+    assert len(pids) == len(NAMES)
+    launcher.process.kill()
+    launcher.process.wait()
+    wait_for(lambda: not any(is_alive(pid) for pid in pids), "the children to end")
+    # The directory that it could not remove goes when the next run begins.
+    [left] = launcher.run_parent.iterdir()
+    (launcher.log_file.parent / "next").mkdir()
+    program = "from launch.run_dir import RunDirectory\nwith RunDirectory(1) as d: print(d.path)"
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(launcher.run_parent)}
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, env=environment, check=True, capture_output=True)
+    assert not left.exists()
+
+
+def test_a_role_that_cannot_start_is_one_paragraph_and_status_one(launch: Callable[..., Launcher]) -> None:
+    launcher = launch(behaviour={"worker-0": "start-error"})
+    assert launcher.wait_end() == 1
+    assert launcher.errors.count("worker 0 could not start: the weights are upside down; turn the file around.") == 1
+    assert "Traceback" not in launcher.errors
+    assert launcher.output == ""
+
+
+@pytest.mark.parametrize(("level", "tracebacks"), [("info", 0), ("debug", 1)])
+def test_an_exception_at_start_shows_its_traceback_only_for_debug(
+    launch: Callable[..., Launcher], level: str, tracebacks: int
+) -> None:
+    launcher = launch("--log-level", level, behaviour={"tokenizer-0": "crash"})
+    assert launcher.wait_end() == 1
+    assert "tokenizer 0 could not start: ValueError: tensor of the wrong shape" in launcher.errors
+    assert launcher.errors.count("Traceback") == tracebacks
+
+
+def test_a_start_that_takes_too_long_names_who_is_late_and_where(launch: Callable[..., Launcher]) -> None:
+    launcher = launch("--ready-timeout", "2", behaviour={"worker-0": "loading"})
+    assert launcher.wait_end() == 1
+    assert "not ready within 2 seconds" in launcher.errors
+    assert "worker 0 is at 'loading weights'" in launcher.errors
+    assert "--ready-timeout" in launcher.errors
+
+
+def test_a_death_while_starting_is_not_retried(launch: Callable[..., Launcher]) -> None:
+    launcher = launch("--max-restarts", "3", behaviour={"worker-0": "loading"})
+    wait_for(lambda: "worker-0 loading" in launcher.events, "loading")
+    os.kill(launcher.pids("worker-0")[0], signal.SIGKILL)
+    assert launcher.wait_end() == 1
+    assert "worker 0 was killed by signal 9 (SIGKILL) while at 'loading weights'" in launcher.errors
+    assert len(launcher.pids("worker-0")) == 1
+
+
+def test_a_deaf_process_is_killed_and_a_busy_one_is_cut_off_by_the_drain_timeout(
+    launch: Callable[..., Launcher],
+) -> None:
+    launcher = launch("--drain-timeout", "0.2", behaviour={"scheduler-0": "deaf", "frontend-0": "busy"})
+    launcher.wait_ready()
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.wait_end() == 0
+    assert "frontend-0 busy" in launcher.events
+    assert "still busy" in launcher.errors
+
+
+def test_a_second_signal_stops_at_once(launch: Callable[..., Launcher]) -> None:
+    launcher = launch("--drain-timeout", "600", behaviour={"frontend-0": "busy"})
+    launcher.wait_ready()
+    launcher.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "frontend-0 busy" in launcher.events, "the drain to begin")
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.wait_end() == 1
+    assert "tokenizer-0 drain" not in launcher.events
+
+
+def test_a_signal_while_loading_stops_everything(launch: Callable[..., Launcher]) -> None:
+    launcher = launch(behaviour={"worker-0": "loading"})
+    wait_for(lambda: "worker-0 loading" in launcher.events, "loading")
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.wait_end() == 0
+    assert launcher.output == ""
+
+
+def test_a_death_while_draining_is_a_failure(launch: Callable[..., Launcher]) -> None:
+    launcher = launch("--drain-timeout", "600", behaviour={"frontend-0": "busy"})
+    launcher.wait_ready()
+    launcher.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "frontend-0 busy" in launcher.events, "the drain to begin")
+    os.kill(launcher.pids("worker-0")[0], signal.SIGKILL)
+    assert launcher.wait_end() == 1
+    assert "frontend-0 fail worker 0 was killed by signal 9 (SIGKILL)" in launcher.events
+
+
+def test_several_processes_of_a_role_and_a_meeting_point_for_ranks(launch: Callable[..., Launcher]) -> None:
+    launcher = launch("--tp", "2", "--frontends", "2", "--tokenizers", "2")
+    launcher.wait_ready()
+    [directory] = launcher.run_parent.iterdir()
+    specs = {path.stem: json.loads(path.read_text()) for path in directory.glob("*.json")}
+    assert set(specs) == {
+        "worker-0",
+        "worker-1",
+        "scheduler-0",
+        "tokenizer-0",
+        "tokenizer-1",
+        "frontend-0",
+        "frontend-1",
+    }
+    assert specs["worker-0"]["rendezvous_port"] == specs["worker-1"]["rendezvous_port"] > 0
+    assert len(set(specs["scheduler-0"]["endpoints"]["clients"])) == 2
+    assert specs["frontend-0"]["listen_fd"] == specs["frontend-1"]["listen_fd"] >= 0
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.wait_end() == 0

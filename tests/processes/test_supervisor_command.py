@@ -1,0 +1,70 @@
+"""`python -m launch` as a user meets it, as far as nothing has to be loaded."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENMILL_")} | environ
+    command = [sys.executable, "-m", "launch", *arguments]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_a_setting_that_cannot_be_used_is_one_line_and_status_two() -> None:
+    for arguments, environ, said in (
+        ((), {}, "--model is missing"),
+        (("--model", "m", "--port", "x"), {}, "--port: must be a whole number from 0 to 65535, not 'x'"),
+        (("--model", "m"), {"TOKENMILL_TP": "0"}, "TOKENMILL_TP: must be a whole number from 1 to 64, not '0'"),
+    ):
+        done = run(*arguments, **environ)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        [line] = done.stderr.splitlines()
+        assert line.startswith(f"error: {said}")
+
+
+def test_a_model_that_is_not_there_and_a_port_in_use_end_with_status_one() -> None:
+    missing = run("--model", "./nowhere", "--port", "0")
+    assert missing.returncode == 1
+    assert missing.stderr.startswith("error: --model ./nowhere: no such file or directory")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        in_use = run("--model", "./nowhere", "--port", port)
+    assert in_use.returncode == 1
+    assert in_use.stderr.startswith(f"error: --port {port}: already in use")
+
+
+def test_a_file_that_is_no_model_is_told_without_a_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(b"GGUF")
+    done = run("--model", str(file), "--port", "0")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: --model {file}: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_plan_is_printed_and_nothing_is_started(model_path: Path) -> None:
+    done = run(
+        "--model", str(model_path), "--plan", "--max-model-len", "1024", "--kv-memory", "64MiB", "--dtype", "float32"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "134.5 M parameters" in done.stdout
+    # 64 MiB / (2 x 30 layers x 3 KV heads x 64 x 4 bytes x 16 tokens) = 91 blocks: 1,456 tokens, one sequence of 1,024.
+    assert "max concurrent tokens 1,456" in done.stdout
+    assert "91 blocks of 16 tokens" in done.stdout
+
+
+def test_a_plan_that_does_not_fit_says_what_to_do(model_path: Path) -> None:
+    done = run("--model", str(model_path), "--plan", "--kv-memory", "900TiB")
+    assert done.returncode == 1
+    assert "The model does not fit" in done.stderr
+    assert "--kv-memory" in done.stderr.partition("What helps:")[2]

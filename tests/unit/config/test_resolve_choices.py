@@ -1,0 +1,161 @@
+"""What `resolve` chooses, refuses and explains."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config.memory_plan import can_split
+from config.resolve import Machine, Resolved, resolve
+from config.schema import Config
+from config.sources import ConfigError, read_settings
+from tests.unit.config.test_plan_memory import LLAMA_3_1_8B, LLAMA_3_2_1B, SMOLLM2_135M
+
+GIB = 1 << 30
+BF16_MACHINE = Machine(
+    cores=4, memory_total=64 * GIB, memory_available=60 * GIB, cpu_features=frozenset({"avx2", "avx512_bf16"})
+)
+OLD_MACHINE = msgspec.structs.replace(BF16_MACHINE, cpu_features=frozenset({"avx2"}))
+
+
+def settle(*argv: str, arch=SMOLLM2_135M, machine: Machine = BF16_MACHINE) -> Resolved:  # type: ignore[no-untyped-def]
+    return resolve(read_settings(["--model", "m", *argv], {}, "0").config, arch, machine)
+
+
+def reason(resolved: Resolved, name: str) -> str:
+    [found] = [text for text in resolved.reasons if text.startswith(name)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype"),
+    [
+        ({"avx512_bf16"}, "bfloat16"),
+        ({"amx_bf16"}, "bfloat16"),
+        ({"avx2", "avx512f"}, "float32"),
+    ],
+)
+def test_the_number_type_follows_the_cpu(features: set[str], dtype: str) -> None:
+    resolved = settle(machine=msgspec.structs.replace(BF16_MACHINE, cpu_features=frozenset(features)))
+    assert resolved.config.model.dtype == dtype
+    assert "bfloat16" in reason(resolved, f"dtype {dtype}")
+
+
+def test_bfloat16_without_its_instructions_holds_weights_as_float32() -> None:
+    asked = settle("--dtype", "bfloat16", machine=OLD_MACHINE)
+    assert asked.config.model.dtype == "bfloat16"
+    # Of 134,515,008 parameters the embedding has 49,152 x 576 and the 61 norms 576 each; the tied head is a copy.
+    small = 49_152 * 576 + 61 * 576
+    head = 4 * 49_152 * 576
+    assert asked.plan.weights == 2 * small + 4 * (134_515_008 - small) + head
+    assert asked.plan.kv_bytes_per_token == 23_040
+    assert "held as float32" in asked.plan.weight_note
+    with_instructions = settle("--dtype", "bfloat16").plan
+    assert with_instructions.weights == 2 * 134_515_008 + head
+    assert "held as float32" not in with_instructions.weight_note
+
+
+def test_cuda_is_refused_honestly_and_a_gpu_is_not_used_silently() -> None:
+    with pytest.raises(ConfigError, match=r"--device cuda: this version runs models on CPUs only \(no NVIDIA GPU"):
+        settle("--device", "cuda")
+    resolved = settle(machine=msgspec.structs.replace(BF16_MACHINE, gpus=1))
+    assert resolved.config.worker.device == "cpu"
+    assert "no GPU backend" in reason(resolved, "device")
+
+
+def test_the_longest_sequence_is_what_the_model_declares_unless_memory_is_short() -> None:
+    assert settle().config.model.max_model_len == 8192
+    resolved = settle(arch=LLAMA_3_1_8B)
+    # 4 GiB, the default limit, at 128 KiB a token.
+    assert resolved.config.model.max_model_len == 32768
+    assert "131072" in reason(resolved, "max_model_len 32768")
+
+
+def test_more_than_the_model_was_made_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--max-model-len 8193: .* at most 8192 positions"):
+        settle("--max-model-len", "8193")
+
+
+def test_a_length_that_the_given_kv_memory_cannot_hold_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--max-model-len 8192: .*--kv-memory 16MiB holds 720 tokens"):
+        settle("--max-model-len", "8192", "--kv-memory", "16MiB")
+    assert settle("--kv-memory", "16MiB").config.model.max_model_len == 720  # 16 MiB / (16 x 23,040 B) = 45 blocks
+
+
+@pytest.mark.parametrize("text", ["16", "much", "-1GiB"])
+def test_a_kv_memory_that_holds_nothing_or_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--kv-memory"):
+        settle(f"--kv-memory={text}")
+
+
+def test_a_prefill_chunk_beyond_the_step_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--prefill-chunk 600: must not be more than --max-step-tokens, which is 512"):
+        settle("--prefill-chunk", "600")
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused_with_those_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"--tp 2: .* possible: 1, 3$"):
+        settle("--tp", "2")
+
+
+def test_cores_are_shared_among_ranks() -> None:
+    assert settle(arch=LLAMA_3_2_1B).config.worker.threads == 4
+    assert settle("--tp", "2", arch=LLAMA_3_2_1B).config.worker.threads == 2
+    assert settle("--tp", "8", arch=LLAMA_3_2_1B).config.worker.threads == 1
+    assert settle("--tp", "2", "--threads", "3", arch=LLAMA_3_2_1B).config.worker.threads == 3
+
+
+def test_every_rank_has_its_share_of_the_kv_memory() -> None:
+    one, two = settle(arch=LLAMA_3_2_1B), settle("--tp", "2", arch=LLAMA_3_2_1B)
+    assert two.plan.kv * 2 == one.plan.kv
+    assert two.plan.kv_tokens == one.plan.kv_tokens
+
+
+def test_memory_asked_for_that_is_not_there_is_a_plan_that_does_not_fit() -> None:
+    assert not settle("--kv-memory", "64GiB").plan.fits
+    assert settle("--kv-memory", "32GiB").plan.fits
+
+
+@given(
+    available=st.integers(1 << 26, 200 * GIB),
+    arch=st.sampled_from([SMOLLM2_135M, LLAMA_3_2_1B, LLAMA_3_1_8B]),
+    tp=st.integers(1, 8),
+    max_seqs=st.integers(1, 4096),
+    block_size=st.integers(1, 256),
+    has_bfloat16=st.booleans(),
+)
+def test_whatever_is_resolved_is_complete_and_consistent(
+    available: int, arch: object, tp: int, max_seqs: int, block_size: int, has_bfloat16: bool
+) -> None:
+    assert isinstance(arch, type(SMOLLM2_135M))
+    if not can_split(arch, tp):
+        return
+    features = frozenset({"avx512_bf16"} if has_bfloat16 else ())
+    machine = Machine(cores=4, memory_total=available, memory_available=available, cpu_features=features)
+    asked = read_settings(
+        ["--model", "m", "--tp", str(tp), "--max-seqs", str(max_seqs), "--block-size", str(block_size)], {}, "0"
+    ).config
+    resolved = resolve(asked, arch, machine)
+    config, plan = resolved.config, resolved.plan
+    assert config.model.max_model_len is not None
+    assert 1 <= config.model.max_model_len <= min(arch.max_position, plan.kv_tokens)
+    assert None not in (config.scheduler.max_step_tokens, config.scheduler.prefill_chunk, config.worker.threads)
+    assert "auto" not in (config.model.dtype, config.worker.device)
+    assert config.worker.deterministic is True
+    assert plan.num_blocks >= 1
+    assert plan.fits == (plan.total <= available)
+    # The KV cache alone never makes the plan too large: it is what is left, unless that is useless.
+    useful = min(512, arch.max_position) * plan.kv_bytes_per_token * tp
+    without_kv = plan.total - tp * plan.kv
+    if without_kv + useful + tp * block_size * plan.kv_bytes_per_token <= available:
+        assert plan.fits
+    # Resolving what is resolved changes nothing.
+    again = resolve(config, arch, machine)
+    assert again.config == config
+    assert again.plan == plan
+
+
+def test_resolve_does_not_touch_what_it_is_given() -> None:
+    config = Config()
+    resolve(config, SMOLLM2_135M, BF16_MACHINE)
+    assert config == Config()

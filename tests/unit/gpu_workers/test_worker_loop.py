@@ -1,0 +1,102 @@
+"""The blocking loop over ZeroMQ: plans in, results out, and how it ends."""
+
+import asyncio
+import logging
+import threading
+
+from gpu_workers.comm import LocalComm
+from gpu_workers.runner import Runner
+from gpu_workers.step_loop import run_plans
+from ipc.channels import AsyncRouter, BlockingDealer, new_incarnation
+from ipc.codec import Decoder, unpack_ints
+from ipc.messages import FromWorker, StepResult, ToWorker, WorkerReady
+from tests.unit.gpu_workers.plans import HashModel, new_row, plan
+
+
+def run_worker(tmp_path, talk) -> tuple[int, list[FromWorker]]:
+    """Run the loop in a thread, with `talk(send, until, stop)` as its scheduler: exit status and what was received.
+
+    `until(n)` waits for n messages.
+    """
+    endpoint = f"ipc://{tmp_path}/workers"
+    model = HashModel(101, 16, 4)
+    runner = Runner(model, model.kv, 16, 4, 2, 32, LocalComm())
+    stop = threading.Event()
+    statuses: list[int] = []
+
+    def work() -> None:
+        link = BlockingDealer(endpoint, b"rank0", Decoder(ToWorker))
+        link.send(WorkerReady(rank=0, num_blocks=16))
+        statuses.append(run_plans(link, runner, stop))
+        link.close()
+
+    async def schedule() -> list[FromWorker]:
+        received: list[FromWorker] = []
+        arrived = asyncio.Event()
+
+        def on_message(peer: bytes, message: FromWorker) -> None:
+            assert peer == b"rank0"
+            received.append(message)
+            arrived.set()
+
+        router = AsyncRouter(endpoint, Decoder(FromWorker), new_incarnation(), on_message, lambda peer: None)
+        router.start()
+        thread = threading.Thread(target=work)
+        thread.start()
+
+        async def until(count: int) -> None:
+            while len(received) < count:
+                arrived.clear()
+                await arrived.wait()
+
+        try:
+            async with asyncio.timeout(20):
+                await until(1)
+                await talk(lambda message: router.send(b"rank0", message), until, stop)
+                await asyncio.to_thread(thread.join)
+        finally:
+            stop.set()
+            router.close()
+        return received
+
+    received = asyncio.run(schedule())
+    return statuses[0], received
+
+
+def test_two_plans_may_be_on_their_way_and_results_come_in_order(tmp_path):
+    async def talk(send, until, stop):
+        send(plan(0, [(0, 0, 3, 1)], new=[new_row(0, [1, 2, 3], [4, 5])]))
+        send(plan(1, [(0, 3, 1, 1)]))
+        send(plan(2, [(0, 4, 1, 1)]))
+        await until(4)
+        stop.set()
+
+    status, received = run_worker(tmp_path, talk)
+    assert status == 0
+    assert received[0] == WorkerReady(rank=0, num_blocks=16)
+    results = received[1:]
+    assert [result.step for result in results] == [0, 1, 2]
+    sequence = [1, 2, 3]
+    for _ in range(3):
+        sequence.append(int(HashModel(101, 16, 4).logits_of(sequence).argmax()))
+    assert [token for result in results for token in unpack_ints(result.token_ids)] == sequence[3:]
+
+
+def test_an_invalid_plan_ends_the_loop_with_one_clear_line(tmp_path, caplog):
+    async def talk(send, until, stop):
+        send(plan(0, [(0, 0, 3, 1)]))
+
+    with caplog.at_level(logging.INFO, logger="gpu_workers"):
+        status, received = run_worker(tmp_path, talk)
+    assert status == 1
+    assert not any(isinstance(message, StepResult) for message in received)
+    assert [record.getMessage() for record in caplog.records if record.name == "gpu_workers.step_loop"] == [
+        "a plan of the scheduler is invalid: scheduled: row 0 is not in use; this rank ends"
+    ]
+
+
+def test_an_idle_rank_ends_when_told_to(tmp_path):
+    async def talk(send, until, stop):
+        stop.set()
+
+    assert run_worker(tmp_path, talk)[0] == 0

@@ -1,0 +1,193 @@
+"""The client SDK against a scripted tokenizer process on a real socket."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ipc.channels import AsyncRouter, new_incarnation
+from ipc.client import AsyncClient, Client, RequestFailed
+from ipc.codec import Decoder
+from ipc.messages import (
+    Abort,
+    Delta,
+    Failed,
+    Finished,
+    Generate,
+    Hello,
+    ModelInfo,
+    Outputs,
+    SamplingParams,
+    TextPrompt,
+    ToTokenizer,
+    Welcome,
+)
+from tests.unit.ipc.test_channels import until
+
+MODEL = ModelInfo(("m",), 100, 1000, 0, True)
+
+
+class FakeTokenizer:
+    """Answers by what the prompt says: a word each as a delta, "fail" with an error, "hang" with nothing."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.aborted: list[int] = []
+        self.router: AsyncRouter[ToTokenizer] = AsyncRouter(
+            endpoint, Decoder(ToTokenizer), new_incarnation(), self.on_message, lambda peer: None
+        )
+        self.router.start()
+
+    def on_message(self, peer: bytes, message: ToTokenizer) -> None:
+        match message:
+            case Hello():
+                self.router.send(peer, Welcome(MODEL))
+            case Abort(request_id):
+                self.aborted.append(request_id)
+            case Generate(request_id, TextPrompt(text), params) if text == "fail":
+                failed = Failed(request_id, 400, "prompt: no", "invalid_request_error", "prompt")
+                self.router.send(peer, Outputs((Delta(request_id, 0, "part", b""), failed)))
+            case Generate(request_id, TextPrompt(text), params) if text != "hang":
+                for index in range(params.n):
+                    for word in text.split():
+                        self.router.send(peer, Outputs((Delta(request_id, index, word, b"\0\0\0\0"),)))
+                    end = Finished(request_id, index, "stop", None, 3, len(text.split()), 0)
+                    self.router.send(peer, Outputs((end,)))
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/tokenizer"
+
+
+def test_a_stream_yields_its_deltas_and_ends(endpoint: str) -> None:
+    async def main() -> None:
+        tokenizer = FakeTokenizer(endpoint)
+        client = AsyncClient([endpoint])
+        assert await client.connect(5) == MODEL
+        items = [item async for batch in client.generate(TextPrompt("a b c"), SamplingParams(n=2)) for item in batch]
+        assert [item.text for item in items if isinstance(item, Delta) and item.index == 1] == ["a", "b", "c"]
+        assert [item.index for item in items if isinstance(item, Finished)] == [0, 1]
+        assert client.live_requests == 0
+        await client.close()
+        tokenizer.router.close()
+
+    asyncio.run(main())
+
+
+def test_a_failure_is_raised_after_what_came_before_it(endpoint: str) -> None:
+    async def main() -> None:
+        tokenizer = FakeTokenizer(endpoint)
+        client = AsyncClient([endpoint])
+        await client.connect(5)
+        texts: list[str] = []
+        with pytest.raises(RequestFailed, match="prompt: no") as caught:
+            async for batch in client.generate(TextPrompt("fail"), SamplingParams()):
+                texts += [item.text for item in batch if isinstance(item, Delta)]
+        assert texts == ["part"]
+        assert caught.value.failed.param == "prompt"
+        await client.close()
+        tokenizer.router.close()
+
+    asyncio.run(main())
+
+
+def test_abort_ends_the_iteration_and_reaches_the_engine(endpoint: str) -> None:
+    async def main() -> None:
+        tokenizer = FakeTokenizer(endpoint)
+        client = AsyncClient([endpoint])
+        await client.connect(5)
+        stream = client.generate(TextPrompt("hang"), SamplingParams())
+        asyncio.get_running_loop().call_later(0.05, stream.abort)
+        assert [batch async for batch in stream] == []
+        stream.abort()
+        await until(lambda: tokenizer.aborted == [stream.request_id])
+        await client.close()
+        tokenizer.router.close()
+
+    asyncio.run(main())
+
+
+def test_a_lost_engine_fails_what_runs_and_what_comes_next_until_it_is_back(endpoint: str) -> None:
+    async def main() -> None:
+        tokenizer = FakeTokenizer(endpoint)
+        client = AsyncClient([endpoint])
+        await client.connect(5)
+        stream = client.generate(TextPrompt("hang"), SamplingParams())
+        asyncio.get_running_loop().call_later(0.05, tokenizer.router.close)
+        with pytest.raises(RequestFailed, match="connection to the engine was lost") as caught:
+            _ = [batch async for batch in stream]
+        assert caught.value.failed.status == 503
+        assert client.model is None
+        with pytest.raises(RequestFailed, match="not ready"):
+            _ = [batch async for batch in client.generate(TextPrompt("a"), SamplingParams())]
+        successor = FakeTokenizer(endpoint)
+        await client.connect(5)
+        assert len([batch async for batch in client.generate(TextPrompt("a"), SamplingParams())]) >= 1
+        await client.close()
+        successor.router.close()
+
+    asyncio.run(main())
+
+
+def test_connect_times_out_when_nobody_is_there(endpoint: str) -> None:
+    async def main() -> None:
+        client = AsyncClient([endpoint])
+        with pytest.raises(TimeoutError):
+            await client.connect(0.05)
+        await client.close()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def served(endpoint: str) -> Iterator[Callable[[], FakeTokenizer]]:
+    """A scripted tokenizer on a thread of its own, for the blocking client."""
+    started = threading.Event()
+    holder: list[FakeTokenizer] = []
+    loop = asyncio.new_event_loop()
+
+    async def start() -> None:
+        holder.append(FakeTokenizer(endpoint))
+        started.set()
+
+    def work() -> None:
+        loop.run_until_complete(start())
+        loop.run_forever()
+        holder[0].router.close()
+        loop.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert started.wait(5)
+    yield lambda: holder[0]
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+def test_the_blocking_client_does_the_same(endpoint: str, served: Callable[[], FakeTokenizer]) -> None:
+    with Client([endpoint], timeout=5) as client:
+        assert client.model == MODEL
+        answers = client.generate(TextPrompt("x y"), SamplingParams(n=2))
+        assert [(text, end.completion_tokens) for text, end in answers] == [("xy", 2), ("xy", 2)]
+        with pytest.raises(RequestFailed, match="prompt: no"):
+            client.generate(TextPrompt("fail"), SamplingParams())
+
+
+def test_leaving_a_blocking_stream_early_aborts_it(endpoint: str, served: Callable[[], FakeTokenizer]) -> None:
+    with Client([endpoint], timeout=5) as client:
+        stream = client.stream(TextPrompt("a b c"), SamplingParams(n=2))
+        next(stream)
+        stream.close()
+        assert client.generate(TextPrompt("z"), SamplingParams())[0][0] == "z"
+
+
+def test_the_blocking_client_times_out_when_nobody_is_there(endpoint: str) -> None:
+    with pytest.raises(TimeoutError):
+        Client([endpoint], timeout=0.05)
+
+
+def test_no_endpoint_is_an_error_that_says_so() -> None:
+    with pytest.raises(ValueError, match="endpoints"):
+        AsyncClient([])

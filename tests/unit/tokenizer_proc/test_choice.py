@@ -1,0 +1,204 @@
+"""How one choice turns rows into text, usage and an end."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ipc.codec import pack_floats, pack_ints, unpack_ints
+from ipc.messages import Delta, Finished, FinishReason, RawLogprobs, RowOutput, SamplingParams
+from tests.unit.tokenizer_proc.vocabularies import byte_level_vocabulary
+from tokenizer_proc.choice import Choice
+
+VOCABULARY = byte_level_vocabulary()
+END = VOCABULARY.tokenizer.token_to_id("<|end|>")
+
+
+def token(text: str) -> int:
+    (token_id,) = VOCABULARY.encode(text, add_special_tokens=False)
+    return token_id
+
+
+def row(
+    *ids: int,
+    finish: FinishReason | None = None,
+    stop_token: int | None = None,
+    cached: int = 0,
+    logprobs: tuple[RawLogprobs, ...] = (),
+) -> RowOutput:
+    return RowOutput(1, pack_ints(ids), finish, stop_token, cached, logprobs)
+
+
+class Run:
+    """Feeds rows and collects what comes out."""
+
+    def __init__(self, params: SamplingParams, prompt: tuple[int, ...] = (1, 2, 3)) -> None:
+        self.choice = Choice(7, 2, prompt, params, VOCABULARY)
+        self.deltas: list[Delta] = []
+        self.finished: Finished | None = None
+        self.stop_at: int | None = None
+
+    def take(self, *rows: RowOutput) -> "Run":
+        for one in rows:
+            if self.finished is not None:
+                break
+            progress = self.choice.take(one)
+            if progress.delta is not None:
+                self.deltas.append(progress.delta)
+            self.finished, self.stop_at = progress.finished, progress.stop_at
+        return self
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for delta in self.deltas for token_id in unpack_ints(delta.token_ids)]
+
+    @property
+    def logprob_tokens(self) -> list[str]:
+        return [entry.chosen.token for delta in self.deltas for entry in delta.logprobs]
+
+
+def test_length_finish_counts_every_token() -> None:
+    run = Run(SamplingParams()).take(row(token("hello"), cached=2), row(token("h")), row(token("a"), finish="length"))
+    assert run.text == "helloha"
+    assert run.finished == Finished(7, 2, "length", None, 3, 3, 2)
+    assert run.stop_at is None
+    assert all((delta.request_id, delta.index) == (7, 2) for delta in run.deltas)
+
+
+def test_end_of_sequence_counts_and_has_no_text() -> None:
+    params = SamplingParams(skip_special_tokens=False)
+    run = Run(params).take(row(token("hello")), row(END, finish="stop", stop_token=END))
+    assert run.text == "hello"
+    assert run.token_ids == [token("hello"), END]
+    assert run.finished == Finished(7, 2, "stop", None, 3, 2, 0)
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "ahello")])
+def test_named_stop_token(include: bool, text: str) -> None:
+    stop = token("hello")
+    params = SamplingParams(stop_token_ids=(stop,), include_stop_str_in_output=include)
+    run = Run(params).take(row(token("a")), row(stop, finish="stop", stop_token=stop))
+    assert run.text == text
+    assert run.finished is not None
+    assert (run.finished.reason, run.finished.stop_reason, run.finished.completion_tokens) == ("stop", stop, 2)
+
+
+def test_b001_stop_inside_a_token_ends_with_that_token() -> None:
+    run = Run(SamplingParams(stop=("DE",))).take(row(token("a")), row(token("DEF")), row(token("b")))
+    assert run.text == "a"
+    assert run.finished == Finished(7, 2, "stop", "DE", 3, 2, 0)
+    assert run.stop_at == 2
+    assert run.token_ids == [token("a"), token("DEF")]
+
+
+def test_b003_text_before_the_stop_in_its_token() -> None:
+    assert Run(SamplingParams(stop=("\n",))).take(row(VOCABULARY.tokenizer.token_to_id("?Ċ"))).text == "?"
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "aDE")])
+def test_b007_include_stop_string(include: bool, text: str) -> None:
+    params = SamplingParams(stop=("DE",), include_stop_str_in_output=include)
+    assert Run(params).take(row(token("a")), row(token("DEF"))).text == text
+
+
+@pytest.mark.parametrize("rows", [
+    (row(token("DEF"), finish="length"),),
+    (row(token("DE"), token("a"), finish="length"),),
+    (row(token("DE"), END, finish="stop", stop_token=END),),
+])  # fmt: skip
+def test_a_stop_string_overrides_the_finish_that_comes_with_it(rows: tuple[RowOutput, ...]) -> None:
+    run = Run(SamplingParams(stop=("DE",))).take(*rows)
+    assert run.finished is not None
+    assert (run.finished.reason, run.finished.stop_reason, run.finished.completion_tokens) == ("stop", "DE", 1)
+    assert run.stop_at is None  # the scheduler has ended it by itself
+
+
+def test_held_text_is_released_at_the_end() -> None:
+    run = Run(SamplingParams(stop=("DEX",))).take(row(token("DE")), row(END, finish="stop", stop_token=END))
+    assert [delta.text for delta in run.deltas] == ["DE"]
+    assert run.finished is not None
+    assert run.finished.stop_reason is None
+
+
+def test_an_incomplete_character_becomes_one_replacement_at_the_end() -> None:
+    first = VOCABULARY.encode("🌶", add_special_tokens=False)[:2]
+    assert Run(SamplingParams()).take(row(*first), row(finish="length")).text == "\ufffd"
+
+
+def test_stop_strings_wait_for_min_tokens() -> None:
+    params = SamplingParams(stop=("DE",), min_tokens=2)
+    run = Run(params).take(row(token("DE")), row(token("a")), row(token("DE")))
+    assert run.text == "DEa"
+    assert run.finished is not None
+    assert run.finished.completion_tokens == 3
+
+
+def raw(value: float) -> RawLogprobs:
+    return RawLogprobs(value, pack_ints([token("a"), token("h")]), pack_floats([value, value - 1]))
+
+
+def test_logprobs_have_token_text_and_bytes() -> None:
+    pepper = VOCABULARY.encode("🌶", add_special_tokens=False)
+    run = Run(SamplingParams(logprobs=2)).take(
+        row(token("hello"), logprobs=(raw(-0.5),)), row(pepper[0], finish="length", logprobs=(raw(-1.0),))
+    )
+    entries = [entry for delta in run.deltas for entry in delta.logprobs]
+    assert [(e.chosen.token, e.chosen.token_bytes, e.chosen.logprob) for e in entries] == [
+        ("hello", b"hello", -0.5),
+        ("\ufffd", b"\xf0", -1.0),
+    ]
+    assert [(alternative.token, alternative.logprob) for alternative in entries[0].top] == [("a", -0.5), ("h", -1.5)]
+
+
+def test_logprobs_do_not_tell_a_held_stop_string() -> None:
+    run = Run(SamplingParams(logprobs=2, stop=("DEFh",)))
+    run.take(row(token("a"), logprobs=(raw(-1.0),)), row(token("DEF"), logprobs=(raw(-2.0),)))
+    assert run.logprob_tokens == ["a"]
+    run.take(row(token("h"), logprobs=(raw(-3.0),)))
+    assert run.logprob_tokens == ["a"]
+    assert run.token_ids == [token("a"), token("DEF"), token("h")]
+
+
+def test_held_logprobs_come_with_their_text() -> None:
+    run = Run(SamplingParams(logprobs=2, stop=("DEFh",)))
+    run.take(row(token("DEF"), logprobs=(raw(-2.0),)), row(token("a"), logprobs=(raw(-3.0),)))
+    assert [(delta.text, len(delta.logprobs)) for delta in run.deltas] == [("DEFa", 2)]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        RowOutput(1, b"abc"),
+        row(1, 2, logprobs=(raw(-1.0),)),
+        row(1, logprobs=(RawLogprobs(-1.0, pack_ints([1, 2]), pack_floats([1.0])),)),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(bad: RowOutput) -> None:
+    with pytest.raises(ValueError):
+        Run(SamplingParams()).take(bad)
+
+
+LETTERS = [token(letter) for letter in "abDE\n"] + [token("DE"), token("DEF"), END]
+
+
+@given(
+    st.lists(st.sampled_from(LETTERS), min_size=1, max_size=20),
+    st.lists(st.sampled_from(["DE", "a", "EF", "ab", "F\n"]), max_size=2),
+    st.integers(1, 5),
+)
+def test_the_answer_does_not_depend_on_how_tokens_are_grouped(ids: list[int], stops: list[str], group: int) -> None:
+    params = SamplingParams(stop=tuple(stops))
+    one_by_one = Run(params).take(*(row(token_id) for token_id in ids), row(finish="length"))
+    groups = [ids[start : start + group] for start in range(0, len(ids), group)]
+    grouped = Run(params).take(*(row(*some) for some in groups), row(finish="length"))
+    assert (grouped.text, grouped.finished, grouped.token_ids) == (
+        one_by_one.text,
+        one_by_one.finished,
+        one_by_one.token_ids,
+    )
+    assert one_by_one.finished is not None
+    assert len(one_by_one.token_ids) == one_by_one.finished.completion_tokens
+    assert not any(stop in one_by_one.text for stop in stops)

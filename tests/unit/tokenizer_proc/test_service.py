@@ -1,0 +1,447 @@
+"""Requests through the service: what the scheduler is asked, and what clients hear."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from ipc.codec import pack_ints, unpack_floats, unpack_ints
+from ipc.messages import (
+    Abort,
+    AbortRequests,
+    ChatMessage,
+    ChatPrompt,
+    Delta,
+    Failed,
+    Finished,
+    Generate,
+    Hello,
+    ModelInfo,
+    Outputs,
+    RowFailed,
+    RowOutput,
+    SamplingParams,
+    StepOutputs,
+    StopAt,
+    Submit,
+    TextPrompt,
+    ToClient,
+    TokenPrompt,
+    ToScheduler,
+    Welcome,
+)
+from tests.unit.tokenizer_proc.vocabularies import byte_level_vocabulary
+from tokenizer_proc.encoding import Prompt, PromptEncoder
+from tokenizer_proc.ingress import Limits
+from tokenizer_proc.service import Service
+from tokenizer_proc.templates import TemplateRenderer
+
+VOCABULARY = byte_level_vocabulary()
+MODEL = ModelInfo(("m",), 64, VOCABULARY.size + 2, 1, True)
+EOS = VOCABULARY.tokenizer.token_to_id("<|end|>")
+HELLO = VOCABULARY.encode("hello", add_special_tokens=False)[0]
+PEER = b"client"
+
+
+class FakeEncoder(PromptEncoder):
+    """Lets a test decide when a chat prompt is encoded, and to what."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY, None)
+        self.release = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def encode(self, prompt: Prompt) -> Sequence[int]:
+        await self.release.wait()
+        if self.error is not None:
+            raise self.error
+        return [HELLO]
+
+
+class Bench:
+    """A service whose peers are lists."""
+
+    def __init__(
+        self,
+        *,
+        ready: bool = True,
+        encoder: PromptEncoder | None = None,
+        pool_tokens: int = 1000,
+        model: ModelInfo = MODEL,
+    ) -> None:
+        self.sent: list[tuple[bytes, ToClient]] = []
+        self.asked: list[ToScheduler] = []
+        self.idle = 0
+        self.reachable = True
+        self.service = Service(
+            VOCABULARY,
+            encoder or PromptEncoder(VOCABULARY, None),
+            Limits(model, (EOS,), pool_tokens),
+            max_encoding=2,
+            to_client=lambda peer, message: self.sent.append((peer, message)) is None,
+            to_scheduler=self._ask,
+            on_idle=self._on_idle,
+        )
+        if ready:
+            self.service.scheduler_ready()
+
+    def _ask(self, message: ToScheduler) -> bool:
+        if self.reachable:
+            self.asked.append(message)
+        return self.reachable
+
+    def _on_idle(self) -> None:
+        self.idle += 1
+
+    def generate(self, request_id: int = 1, prompt: Prompt | None = None, peer: bytes = PEER, **params: Any) -> None:
+        self.service.from_client(
+            peer, Generate(request_id, prompt or TextPrompt("hello"), SamplingParams(**params), namespace="ns")
+        )
+
+    def step(self, *rows: RowOutput | RowFailed) -> None:
+        self.service.from_scheduler(StepOutputs(rows))
+
+    @property
+    def submits(self) -> list[Submit]:
+        return [message for message in self.asked if isinstance(message, Submit)]
+
+    @property
+    def aborts(self) -> list[int]:
+        return [i for message in self.asked if isinstance(message, AbortRequests) for i in message.request_ids]
+
+    def items(self, peer: bytes = PEER) -> list[Delta | Finished | Failed]:
+        outputs = [message for to, message in self.sent if to == peer and isinstance(message, Outputs)]
+        return [item for message in outputs for item in message.items]
+
+    def failure(self) -> Failed:
+        (failed,) = self.items()
+        assert isinstance(failed, Failed)
+        return failed
+
+
+def row(request_id: int, *ids: int, **fields: Any) -> RowOutput:
+    return RowOutput(request_id, pack_ints(ids), **fields)
+
+
+def test_submit_has_what_the_client_asked_for() -> None:
+    bench = Bench()
+    bench.generate(
+        temperature=0.5, top_k=-1, seed=-1, logit_bias={3: -2.0, 1: 5.0}, stop_token_ids=(9,), min_tokens=2, logprobs=0
+    )
+    (submit,) = bench.submits
+    assert list(unpack_ints(submit.token_ids)) == [HELLO]
+    assert submit.max_tokens == 63
+    assert sorted(unpack_ints(submit.stop_token_ids)) == sorted([9, EOS])
+    assert submit.namespace == "ns"
+    sampling = submit.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.logprobs) == (0.5, 0, 0)
+    assert sampling.seed == (1 << 64) - 1
+    assert list(unpack_ints(sampling.bias_ids)) == [3, 1]
+    assert list(unpack_floats(sampling.bias_values)) == [-2.0, 5.0]
+    assert sampling.banned_ids == submit.stop_token_ids
+
+
+def test_defaults() -> None:
+    bench = Bench()
+    bench.generate()
+    (submit,) = bench.submits
+    assert submit.sampling.logprobs == -1
+    assert submit.sampling.banned_ids == b""
+
+
+def test_b028_ignore_eos_keeps_the_named_stop_tokens() -> None:
+    bench = Bench()
+    bench.generate(ignore_eos=True, stop_token_ids=(9,))
+    assert list(unpack_ints(bench.submits[0].stop_token_ids)) == [9]
+
+
+def test_the_default_output_length_also_fits_the_kv_pool() -> None:
+    bench = Bench(pool_tokens=32)
+    bench.generate()
+    assert bench.submits[0].max_tokens == 31
+
+
+def test_choices_have_seeds_of_their_own() -> None:
+    bench = Bench()
+    bench.generate(n=3, seed=5)
+    assert [submit.sampling.seed for submit in bench.submits] == [5, 6, 7]
+    assert len({submit.request_id for submit in bench.submits}) == 3
+    bench.generate(2, n=16)
+    seeds = [submit.sampling.seed for submit in bench.submits[3:]]
+    assert len(set(seeds)) == 16
+    assert max(seeds) >= 1 << 32  # all 64 bits are drawn
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param", "words"),
+    [
+        (TextPrompt(""), {}, "prompt", ["empty"]),
+        (TokenPrompt(b""), {}, "prompt", ["empty"]),
+        (TokenPrompt(pack_ints([-1])), {}, "prompt", ["-1"]),
+        (TokenPrompt(pack_ints([MODEL.vocab_size])), {}, "prompt", [str(MODEL.vocab_size)]),
+        (TextPrompt("a" * 64), {}, "prompt", ["64 tokens"]),
+        (TextPrompt("a" * 60), {"max_tokens": 5}, "max_tokens", ["60 tokens", "max_tokens is 5", "64"]),
+        (TextPrompt("a" * 60), {"min_tokens": 5}, "min_tokens", ["5", "4"]),
+        (TextPrompt("a"), {"temperature": float("nan")}, "temperature", ["temperature"]),
+        (TextPrompt("a"), {"stop": ("",)}, "stop", ["stop"]),
+        (TextPrompt("a"), {"stop_token_ids": (MODEL.vocab_size,)}, "stop_token_ids", ["stop_token_ids"]),
+        (TextPrompt("a"), {"n": 17}, "n", ["16"]),
+    ],
+)
+def test_bad_requests_are_refused_by_name(prompt: Prompt, params: dict[str, Any], param: str, words: list[str]) -> None:
+    bench = Bench()
+    bench.generate(prompt=prompt, **params)
+    failed = bench.failure()
+    assert (failed.status, failed.type, failed.param) == (400, "invalid_request_error", param)
+    for word in words:
+        assert word in failed.message
+    assert not bench.submits
+    assert bench.service.live_requests == 0
+
+
+def test_the_context_may_be_filled_to_the_last_token() -> None:
+    bench = Bench()
+    bench.generate(prompt=TextPrompt("a" * 60), max_tokens=4)
+    assert bench.submits[0].max_tokens == 4
+
+
+def test_the_last_row_of_the_embedding_is_a_valid_id() -> None:
+    bench = Bench()
+    bench.generate(prompt=TokenPrompt(pack_ints([MODEL.vocab_size - 1])))
+    assert len(bench.submits) == 1
+
+
+def test_one_message_a_step_and_client() -> None:
+    bench = Bench()
+    bench.generate(1)
+    bench.generate(2)
+    bench.generate(3, peer=b"other")
+    one, two, three = (submit.request_id for submit in bench.submits)
+    bench.step(row(one, HELLO), row(two, HELLO), row(three, HELLO))
+    assert [(peer, len(message.items)) for peer, message in bench.sent if isinstance(message, Outputs)] == [
+        (PEER, 2),
+        (b"other", 1),
+    ]
+
+
+def test_a_request_ends_when_all_its_choices_have() -> None:
+    bench = Bench()
+    bench.generate(n=2)
+    one, two = (submit.request_id for submit in bench.submits)
+    bench.step(row(one, HELLO, finish="length", cached_tokens=1))
+    assert bench.service.live_requests == 1
+    bench.step(row(two, EOS, finish="stop", stop_token=EOS))
+    assert bench.service.live_requests == 0
+    finished = [item for item in bench.items() if isinstance(item, Finished)]
+    assert [(f.index, f.reason, f.completion_tokens, f.cached_tokens) for f in finished] == [
+        (0, "length", 1, 1),
+        (1, "stop", 1, 0),
+    ]
+
+
+def test_a_stop_string_is_told_to_the_scheduler_and_ends_the_output() -> None:
+    bench = Bench()
+    bench.generate(stop=("ll",))
+    (submit,) = bench.submits
+    bench.step(row(submit.request_id, HELLO))
+    assert bench.asked[-1] == StopAt(submit.request_id, 1)
+    before = bench.items()
+    # What was in flight arrives late, and its finish reason changes nothing.
+    bench.step(row(submit.request_id, HELLO), row(submit.request_id, EOS, finish="stop", stop_token=EOS))
+    assert bench.items() == before
+    assert isinstance(before[-1], Finished)
+    assert (before[-1].reason, before[-1].stop_reason) == ("stop", "ll")
+    assert bench.aborts == []
+    assert bench.service.unknown_outputs == 0
+
+
+def test_b074_an_unknown_request_is_aborted_once() -> None:
+    bench = Bench()
+    bench.step(row(99, HELLO), row(99, HELLO))
+    bench.step(row(99, HELLO))
+    assert bench.aborts == [99]
+    assert bench.service.unknown_outputs == 1
+
+
+def test_b070_a_duplicate_request_id_is_refused_and_the_first_goes_on() -> None:
+    bench = Bench()
+    bench.generate(5)
+    bench.generate(5)
+    failed = bench.failure()
+    assert (failed.status, failed.param) == (400, "request_id")
+    (submit,) = bench.submits
+    bench.step(row(submit.request_id, HELLO, finish="length"))
+    assert isinstance(bench.items()[-1], Finished)
+    bench.generate(5)  # free again
+    assert len(bench.submits) == 2
+    bench.generate(5, peer=b"other")  # another client counts for itself
+    assert len(bench.submits) == 3
+
+
+def test_abort_and_client_loss_reach_the_scheduler() -> None:
+    bench = Bench()
+    bench.generate(1, n=2)
+    bench.generate(2)
+    bench.generate(3, peer=b"other")
+    bench.service.from_client(PEER, Abort(1))
+    assert bench.aborts == [submit.request_id for submit in bench.submits[:2]]
+    bench.service.from_client(PEER, Abort(1))
+    bench.service.client_lost(PEER)
+    assert bench.aborts == [submit.request_id for submit in bench.submits[:3]]
+    assert bench.service.live_requests == 1
+    bench.step(row(bench.submits[0].request_id, HELLO))
+    assert bench.items() == []
+
+
+def test_a_failed_choice_fails_the_request_and_aborts_the_others() -> None:
+    bench = Bench()
+    bench.generate(n=3)
+    ids = [submit.request_id for submit in bench.submits]
+    bench.step(RowFailed(ids[1], 429, "full", "rate_limit_error", retry_after=1.0))
+    assert bench.failure() == Failed(1, 429, "full", "rate_limit_error", retry_after=1.0)
+    assert bench.aborts == [ids[0], ids[2]]
+    assert bench.service.live_requests == 0
+
+
+def test_a_broken_row_fails_its_request_alone() -> None:
+    bench = Bench()
+    bench.generate(1)
+    bench.generate(2)
+    one, two = (submit.request_id for submit in bench.submits)
+    bench.step(RowOutput(one, b"abc"), row(two, HELLO))
+    failed, delta = bench.items()
+    assert isinstance(failed, Failed)
+    assert failed.status == 500
+    assert isinstance(delta, Delta)
+    assert bench.aborts == [one]
+
+
+def test_requests_before_and_after_the_engine_get_503() -> None:
+    bench = Bench(ready=False)
+    bench.service.from_client(PEER, Hello("x"))
+    bench.generate()
+    assert bench.failure().status == 503
+    bench.service.scheduler_ready()
+    assert bench.sent[-1] == (PEER, Welcome(MODEL))
+    bench.generate(2)
+    bench.service.scheduler_lost()
+    assert bench.service.live_requests == 0
+    last = bench.items()[-1]
+    assert isinstance(last, Failed)
+    assert (last.request_id, last.status, last.type) == (2, 503, "server_error")
+    bench.generate(3)
+    last = bench.items()[-1]
+    assert isinstance(last, Failed)
+    assert last.status == 503
+    bench.service.scheduler_ready()
+    bench.generate(4)
+    assert len(bench.submits) == 2
+
+
+def test_hello_after_ready_is_answered_at_once() -> None:
+    bench = Bench()
+    bench.service.from_client(PEER, Hello("x"))
+    assert bench.sent == [(PEER, Welcome(MODEL))]
+
+
+def test_an_unreachable_scheduler_is_a_503() -> None:
+    bench = Bench()
+    bench.reachable = False
+    bench.generate()
+    assert bench.failure().status == 503
+    assert bench.service.live_requests == 0
+
+
+def test_drain_finishes_what_runs_and_refuses_the_rest() -> None:
+    bench = Bench()
+    bench.generate(1)
+    bench.service.drain()
+    bench.generate(2)
+    failed = bench.failure()
+    assert (failed.request_id, failed.status) == (2, 503)
+    assert bench.idle == 0
+    bench.step(row(bench.submits[0].request_id, HELLO, finish="length"))
+    assert bench.idle == 1
+    assert isinstance(bench.items()[-1], Finished)
+
+
+CHAT = ChatPrompt((ChatMessage("user", "Hi"),))
+
+
+def test_an_abort_during_encoding_submits_nothing() -> None:
+    async def run() -> None:
+        encoder = FakeEncoder()
+        bench = Bench(encoder=encoder)
+        bench.generate(1, prompt=CHAT)
+        await asyncio.sleep(0)
+        bench.service.from_client(PEER, Abort(1))
+        bench.generate(1, prompt=CHAT)
+        encoder.release.set()
+        await asyncio.sleep(0.01)
+        assert len(bench.submits) == 1
+        assert bench.items() == []
+
+    asyncio.run(run())
+
+
+def test_an_error_during_encoding_fails_the_request_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        encoder = FakeEncoder()
+        bench = Bench(encoder=encoder)
+        encoder.error = RuntimeError("SECRET PROMPT")
+        encoder.release.set()
+        bench.generate(1, prompt=CHAT)
+        await asyncio.sleep(0.01)
+        assert bench.failure().status == 500
+        assert "SECRET" not in bench.failure().message
+        bench.generate(2)
+        assert len(bench.submits) == 1
+
+    asyncio.run(run())
+    assert "RuntimeError" in caplog.text
+    assert "SECRET" not in caplog.text
+
+
+def test_prompts_that_wait_for_encoding_are_bounded() -> None:
+    async def run() -> None:
+        encoder = FakeEncoder()
+        bench = Bench(encoder=encoder)
+        for request_id in (1, 2, 3):
+            bench.generate(request_id, prompt=CHAT)
+        failed = bench.failure()
+        assert (failed.request_id, failed.status) == (3, 429)
+        assert failed.retry_after is not None
+        bench.service.from_client(PEER, Abort(1))  # before its task ran at all
+        await asyncio.sleep(0.01)
+        bench.generate(4, prompt=CHAT)
+        encoder.release.set()
+        await asyncio.sleep(0.01)
+        assert len(bench.submits) == 2
+
+    asyncio.run(run())
+
+
+def test_chat_is_rendered_and_long_text_encoded_in_a_thread() -> None:
+    async def run() -> None:
+        assert VOCABULARY.chat_template is not None
+        encoder = PromptEncoder(VOCABULARY, TemplateRenderer(VOCABULARY.chat_template, {}, 20.0))
+        chat = await encoder.encode(CHAT)
+        assert VOCABULARY.tokenizer.decode(list(chat), skip_special_tokens=False) == (
+            "<|start|>user\nHi<|end|>\n<|start|>assistant\n"
+        )
+        long = TextPrompt("hello" * 1000)
+        assert encoder.encode_now(long) is None
+        assert list(await encoder.encode(long)) == [HELLO] * 1000
+        await encoder.close()
+
+    asyncio.run(run())
+
+
+def test_no_chat_template_is_a_400_that_says_so() -> None:
+    bench = Bench(model=structs.replace(MODEL, has_chat_template=False))
+    bench.generate(prompt=CHAT)
+    failed = bench.failure()
+    assert (failed.status, failed.param) == (400, "messages")
+    assert "no chat template" in failed.message

@@ -1,0 +1,59 @@
+"""The input of a batch: OpenAI's batch format, one request a line.
+
+Everything that can be wrong with a line as a line is found before an engine starts. What is wrong with a request itself
+becomes its own answer, as it would over HTTP.
+"""
+
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+from msgspec import Raw, Struct
+
+Url = Literal["/v1/chat/completions", "/v1/completions"]
+
+
+class BatchError(Exception):
+    """The file cannot be used; the text names the line."""
+
+
+class BatchLine(Struct, frozen=True):
+    """One request: https://platform.openai.com/docs/api-reference/batch/request-input"""
+
+    custom_id: str
+    url: Url
+    body: Raw
+    method: Literal["POST"] = "POST"
+
+
+class _Stream(Struct, frozen=True):
+    stream: bool | None = None
+
+
+def read_requests(path: Path) -> list[BatchLine]:
+    """All lines of the file; empty ones are passed over. Raises `BatchError`."""
+    lines: list[BatchLine] = []
+    seen: dict[str, int] = {}
+    decode = msgspec.json.Decoder(BatchLine).decode
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                line = decode(text)
+                streams = msgspec.json.decode(line.body, type=_Stream).stream
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                urls = " or ".join(get_args(Url))
+                raise BatchError(
+                    f"line {number}: {error} (a line has custom_id, method POST, url {urls}, and body)"
+                ) from None
+            if streams:
+                raise BatchError(f"line {number}: stream is not possible in a batch")
+            if line.custom_id in seen:
+                first = seen[line.custom_id]
+                raise BatchError(f"line {number}: custom_id {line.custom_id!r} is already used in line {first}")
+            seen[line.custom_id] = number
+            lines.append(line)
+    if not lines:
+        raise BatchError("there is no request in the file")
+    return lines
