@@ -4,7 +4,7 @@ import json
 import math
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from msgspec import structs
 
@@ -15,7 +15,8 @@ from config.schema import ModelArch, RopeConfig
 _FAMILIES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "llama"}
 _GGUF_FAMILIES = {"llama": "llama", "qwen2": "llama"}
 
-_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+_RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+_ROPE_TYPES: tuple[str, ...] = get_args(_RopeType)
 _MAX_SAFETENSORS_HEADER = 100 << 20  # bytes, the format's own limit
 
 
@@ -151,7 +152,7 @@ def _rope_from_config(fields: _Fields) -> RopeConfig:
     original = rope.integer("original_max_position_embeddings", max_position)
     return RopeConfig(
         theta=theta,
-        type=kind,
+        type=cast(_RopeType, kind),
         factor=rope.number("factor", max_position / original),
         # transformers scales dynamic NTK from max_position_embeddings, whatever the entry says of the original
         original_max_position=max_position if kind == "dynamic" else original,

@@ -39,7 +39,9 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[PortNumber, Meta(description="port to listen on; 0 picks a free one")] = 8000
-    frontends: Annotated[int, Meta(description="HTTP processes sharing the port", ge=1, le=64)] = 1
+    frontends: Annotated[
+        int, Meta(description="HTTP processes sharing the port; 0: no HTTP, ZeroMQ clients only", ge=0, le=64)
+    ] = 1
     max_body_bytes: Annotated[int, Meta(description="largest request body accepted, in bytes", ge=1024, le=1 << 30)] = (
         4 << 20
     )

@@ -1,7 +1,7 @@
 """The op set in plain torch: the oracle that every kernel and backend is tested against.
 
-Written to be read, not to be fast; every op works in the dtype of its inputs, float64 included. Shapes: T tokens, H query
-heads, G KV heads, D head dimension, N and K output and input features.
+Written to be read, not to be fast; every op works in the dtype of its inputs, float64 included. Shapes: T tokens, H
+query heads, G KV heads, D head dimension, N and K output and input features.
 """
 
 import math
@@ -55,7 +55,7 @@ def rope_frequencies(
     """Angular frequencies [D / 2] in float32 (radians a position), and the factor by which cos and sin are multiplied.
 
     `kind`: "default" (Su et al. 2021), "linear" (Chen et al. 2023), "dynamic" (NTK-aware, for sequences up to
-    `max_length`), "yarn" (Peng et al. 2023), "llama3" (Llama 3.1). Names and defaults are those of Hugging Face configs.
+    `max_length`), "yarn" (Peng et al. 2023), "llama3" (Llama 3.1). Names and defaults are Hugging Face's.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     if kind == "dynamic":

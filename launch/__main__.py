@@ -1,5 +1,6 @@
 """`python -m launch`: arguments -> configuration -> memory plan -> supervisor."""
 
+import contextlib
 import os
 import sys
 
@@ -24,7 +25,8 @@ def main() -> int:
             print(f"warning: {warning}", file=sys.stderr)
         asked = settings.config
         # The port first: it may be taken, and finding the model can mean a long download.
-        listener = None if settings.plan else open_listener(asked.server.host, asked.server.port)
+        listens = asked.server.frontends > 0 and not settings.plan
+        listener = open_listener(asked.server.host, asked.server.port) if listens else None
         source = locate(asked.model.model, asked.model.revision)
         try:
             arch = read_arch(source.path)
@@ -39,13 +41,13 @@ def main() -> int:
         return 1
 
     config, plan = resolved.config, resolved.plan
-    if listener is None:
+    if settings.plan:
         print(full_report(plan, config, arch))
         print("\nchosen for this machine", *resolved.reasons, sep="\n  ")
     if not plan.fits:
         print(f"error: {shortage(plan, config)}", file=sys.stderr)
         return 1
-    if listener is None:
+    if settings.plan:
         return 0
 
     display = StartDisplay()
@@ -60,7 +62,7 @@ def main() -> int:
         kv_memory_bytes=plan.kv,
         num_blocks=plan.num_blocks,
     )
-    with listener:
+    with listener or contextlib.nullcontext():
         return Supervisor(engine, listener, display).run()
 
 

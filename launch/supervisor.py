@@ -59,7 +59,11 @@ class Supervisor:
     """Runs the engine until it is told to stop or cannot go on; `modules` holds the module of each role's `main`."""
 
     def __init__(
-        self, engine: Engine, listener: socket.socket, display: StartDisplay, modules: Mapping[str, str] = ROLE_MODULES
+        self,
+        engine: Engine,
+        listener: socket.socket | None,
+        display: StartDisplay,
+        modules: Mapping[str, str] = ROLE_MODULES,
     ) -> None:
         self._engine = engine
         self._listener = listener
@@ -184,7 +188,7 @@ class Supervisor:
                 incarnation=incarnation,
                 kv_memory_bytes=self._engine.kv_memory_bytes,
                 num_blocks=self._engine.num_blocks,
-                listen_fd=self._listener.fileno() if role == "frontend" else -1,
+                listen_fd=self._listener.fileno() if role == "frontend" and self._listener is not None else -1,
                 rendezvous_port=rendezvous_port if role == "worker" else 0,
             )
             for role, count in counts.items()
@@ -192,15 +196,19 @@ class Supervisor:
         ]
 
     def _announce(self, directory: RunDirectory, again: bool) -> None:
-        address = address_of(self._listener)
+        clients = " ".join(directory.endpoints.clients)
+        address = clients if self._listener is None else address_of(self._listener)
         if again:
             self._display.say(f"ready again: {address}")
             return
-        question = [{"role": "user", "content": "What is the capital of France?"}]
-        body = json.dumps({"model": self._engine.served_names[0], "messages": question, "stream": True})
-        self._display.say(f"ready: {address} (ZeroMQ clients: {' '.join(directory.endpoints.clients)})")
         sys.stdout.write(f"ready {address}\n")
         sys.stdout.flush()
+        if self._listener is None:
+            self._display.say(f"ready: ZeroMQ clients: {clients}")
+            return
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        body = json.dumps({"model": self._engine.served_names[0], "messages": question, "stream": True})
+        self._display.say(f"ready: {address} (ZeroMQ clients: {clients})")
         self._display.note(
             f"try: curl -N {reachable(address)}/v1/chat/completions -H 'Content-Type: application/json' "
             f"-d {shlex.quote(body)}"

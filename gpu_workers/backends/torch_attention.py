@@ -1,15 +1,17 @@
 """Causal attention over a paged KV pool in torch operations, with the same bits for a row however it is batched.
 
-The keys of a sequence are cut into tiles counted from position 0. For each tile a row has a partial result (its largest
-score, its sum of exponentials, its weighted values), computed by products of fixed inner sizes with a multiple of 4 rows
-(see `torch_cpu`); a second pass weighs the partial results against the row's largest score (Dao et al. 2023, split-KV
-"flash decoding") and adds them up pairwise in an order that tiles beyond the row's last one, which weigh exactly 0, do not
-change. So it makes no difference whether a token is decoded alone, in a batch, or in the middle of a prefill chunk.
+The keys of a sequence are cut into tiles counted from position 0. For each tile a row has a partial result (its
+largest score, its sum of exponentials, its weighted values), computed by products of fixed inner sizes with a multiple
+of 4 rows (see `torch_cpu`); a second pass weighs the partial results against the row's largest score (Dao et al. 2023,
+split-KV "flash decoding") and adds them up pairwise in an order that tiles beyond the row's last one, which weigh
+exactly 0, do not change. So it makes no difference whether a token is decoded alone, in a batch, or in the middle of a
+prefill chunk.
 """
 
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from gpu_workers.batch import ForwardBatch
@@ -21,7 +23,7 @@ _NOTHING = -1e30  # the largest score of a tile in which a row sees no key: fini
 
 @dataclass(slots=True, frozen=True)
 class PagedKV:
-    """The KV pool of one rank: [layers, G, blocks, block size x D], so that a block of a head is one piece of memory."""
+    """The KV pool of one rank: [layers, G, blocks, block size x D]; a block of a head is one piece of memory."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -34,8 +36,7 @@ class PagedKV:
         cls, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> "PagedKV":
         shape = (num_layers, num_kv_heads, num_blocks, block_size * head_dim)
-        # Zeros, not empty: masked positions weigh 0, and 0 times a NaN left in memory would be NaN.
-        return cls(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), block_size, num_kv_heads, head_dim)
+        return cls(_zeros(shape, dtype), _zeros(shape, dtype), block_size, num_kv_heads, head_dim)
 
     @property
     def num_blocks(self) -> int:
@@ -61,6 +62,15 @@ class PagedKV:
         """Block ids [n] -> rows [G * n] of `pool[layer]` seen as [G * blocks, ...], head by head."""
         heads = torch.arange(self.num_kv_heads)[:, None] * self.num_blocks
         return (heads + blocks.flatten()).flatten()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in pages that the system provides when they are first written: torch would write them all at once.
+
+    Zeros, not whatever is there: masked positions weigh 0, and 0 times a NaN left in memory would be NaN.
+    """
+    as_bytes = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)
+    return torch.from_numpy(as_bytes).view(dtype)
 
 
 @dataclass(slots=True, frozen=True)
@@ -236,7 +246,7 @@ def _combine(largest: torch.Tensor, sums: torch.Tensor, values: torch.Tensor) ->
 
 
 def _sum_tiles(x: torch.Tensor) -> torch.Tensor:
-    """Sum over axis 2, in place, as if it were padded with zeros to a power of two and folded in half until one is left.
+    """Sum over axis 2, in place, as if padded with zeros to a power of two and folded in half until one is left.
 
     Further zeros at its end change nothing but the number of folds, which torch's own sum does not promise.
     """

@@ -1,14 +1,14 @@
 """The op set in plain torch operations on a CPU, with rows that do not depend on the batch they are computed in.
 
-What makes a row's bits depend on the other rows is a library that picks its kernel, and with it the order of the sums, by
-the number of rows. Measured with torch 2.13 on an AVX2 machine, float32, 1 to 600 rows, 1 and 2 threads:
+What makes a row's bits depend on the other rows is a library that picks its kernel, and with it the order of the sums,
+by the number of rows. Measured with torch 2.13 on an AVX2 machine, float32, 1 to 600 rows, 1 and 2 threads:
 
 - MKL (`torch.mm`, `F.linear`, `torch.bmm`): 1, 2 and 3 rows differ from all others, as do the 1 to 3 rows that are left
   over where it splits 5, 6, 7, 9, 10 or 11 rows between two threads. A multiple of 4 rows is always computed alike.
-- oneDNN with weights packed for 32 rows: identical for every number of rows and threads, and the fastest for few rows, as
-  it reads the weights once (a padded MKL product splits the rows, so each thread reads them all).
-- torch's reductions over the last axis, and exp and tanh: identical everywhere. silu, sigmoid and gelu are not: the last
-  up to 15 elements of each thread's share take another path. They are composed of exp and tanh here.
+- oneDNN with weights packed for 32 rows: identical for every number of rows and threads, and the fastest for few rows,
+  as it reads the weights once (a padded MKL product splits the rows, so each thread reads them all).
+- torch's reductions over the last axis, and exp and tanh: identical everywhere. silu, sigmoid and gelu are not: up to
+  15 elements at the end of each thread's share take another path. They are composed of exp and tanh here.
 
 `tests/unit/gpu_workers/test_torch_cpu.py` holds all of this on whatever machine it runs.
 """
@@ -44,22 +44,24 @@ def create(dtype: torch.dtype, threads: int | None, deterministic: bool) -> "Tor
 
 
 def _has_fast_bfloat16() -> bool:
-    """Whether products of bfloat16 matrices beat float32 ones here: without hardware for them they are 10 times slower."""
-    return bool(torch.cpu._is_avx512_bf16_supported())  # type: ignore[no-untyped-call]
+    """Whether bfloat16 products beat float32 ones here: without hardware for them they are 10 times slower."""
+    return bool(torch.cpu._is_avx512_bf16_supported())
 
 
 class TorchCpuBackend(Backend):
     """Activations and KV are in `dtype`; norms, rotation, attention and the sums of products are in float32.
 
-    With bfloat16 on a CPU without instructions for it, weights are rounded to bfloat16 but kept as float32, and multiplied
-    in float32: the products are the same, and the sums are no less exact.
+    With bfloat16 on a CPU without instructions for it, weights are rounded to bfloat16 but kept as float32, and
+    multiplied in float32: the products are the same, and the sums are no less exact.
     """
 
     def __init__(self, dtype: torch.dtype, deterministic: bool, packed: bool | None = None) -> None:
         self.device = torch.device("cpu")
         self.dtype = dtype
         self._deterministic = deterministic
-        self._packed = torch.backends.mkldnn.is_available() if packed is None else packed
+        self._packed = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+        if packed is not None:
+            self._packed = packed
         self._bf16_products = dtype == torch.bfloat16 and self._packed and _has_fast_bfloat16()
         self._cos = self._sin = torch.empty(0)
         self._plan: AttentionPlan | None = None

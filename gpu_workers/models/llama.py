@@ -1,8 +1,8 @@
 """Llama and its relatives (Mistral, Qwen2): pre-norm decoder with grouped-query attention, RoPE and a gated MLP.
 
-Llama 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024). What differs between them (biases, head size, rope settings,
-tied embeddings) is in `ModelArch`. Under tensor parallelism each rank has the query heads of some KV groups, a slice of the
-MLP and a slice of the vocabulary (Shoeybi et al. 2019).
+Llama 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024). What differs between them (biases, head size, rope
+settings, tied embeddings) is in `ModelArch`. Under tensor parallelism each rank has the query heads of some KV groups,
+a slice of the MLP and a slice of the vocabulary (Shoeybi et al. 2019).
 """
 
 from dataclasses import dataclass
@@ -124,7 +124,7 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Any) -> torch.Tensor:
-        """Logits [S, vocabulary] in float32 of the batch's `logits_rows`, the same on every rank; K and V go into `kv`."""
+        """Logits [S, vocabulary], float32, of the batch's `logits_rows`, on every rank; K and V go into `kv`."""
         backend, eps = self.backend, self.arch.rms_norm_eps
         residual = self._embed(batch.token_ids)
         x = backend.rms_norm(residual, self._layers[0].attention_norm, eps)
@@ -141,7 +141,7 @@ class LlamaModel:
 
     def _attention(self, x: torch.Tensor, layer: _Layer, index: int, batch: ForwardBatch, kv: Any) -> torch.Tensor:
         qkv = self.backend.linear(x, layer.qkv).view(x.shape[0], -1, self.arch.head_dim)
-        q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        q, k, v = torch.split(qkv, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         q = self.backend.rope_and_write(q, k, v, kv, index, batch)
         return self._sum_over_ranks(self.backend.linear(self.backend.attention(q, kv, index, batch), layer.output))
 
@@ -163,8 +163,8 @@ def check_tensor_parallel(arch: ModelArch, size: int) -> None:
     if any(count % size for count in sizes):
         valid = [str(n) for n in range(1, arch.num_kv_heads + 1) if not any(count % n for count in sizes)]
         raise StartError(
-            f"--tp {size} does not divide this model's {arch.num_kv_heads} KV heads, {arch.num_heads} attention heads and "
-            f"intermediate size {arch.intermediate_size} evenly; valid values: {', '.join(valid)}."
+            f"--tp {size} does not divide this model's {arch.num_kv_heads} KV heads, {arch.num_heads} attention heads "
+            f"and intermediate size {arch.intermediate_size} evenly; valid values: {', '.join(valid)}."
         )
 
 

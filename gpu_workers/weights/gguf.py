@@ -1,6 +1,6 @@
 """Tensors from a GGUF file, under their Hugging Face names and in the Hugging Face order of rows.
 
-Block formats: github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Each block holds 32 consecutive elements of a row.
+Block formats: github.com/ggml-org/ggml/blob/master/src/ggml-common.h; a block holds 32 consecutive elements of a row.
 """
 
 import mmap
@@ -72,7 +72,7 @@ def _halves_from_pairs(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def dequantize(info: TensorInfo, data: torch.Tensor) -> torch.Tensor:
-    """The bytes `data` (uint8) of a tensor as floats [*info.shape]; ValueError naming tensor and type if unsupported."""
+    """The bytes `data` (uint8) of a tensor as floats [*info.shape]; ValueError names an unsupported type."""
     if info.type in _PLAIN:
         return data.view(_PLAIN[info.type]).view(info.shape)
     if info.type in _BLOCKS:

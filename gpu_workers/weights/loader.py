@@ -1,4 +1,4 @@
-"""From the files of a checkpoint to a model in a backend's memory: one tensor at a time, of it only this rank's share."""
+"""From a checkpoint's files to a model in a backend's memory: one tensor at a time, of it only this rank's share."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +27,8 @@ def load_model(
 ) -> LlamaModel:
     """Load rank `comm.rank`'s share of the model at `spec.model_path`.
 
-    `progress(stage, fraction)` is called as tensors arrive. StartError names the tensors that are missing, unknown or of
-    the wrong shape, and the valid values of --tp where the model can't be split that way.
+    `progress(stage, fraction)` is called as tensors arrive. StartError names the tensors that are missing, unknown or
+    of the wrong shape, and the valid values of --tp where the model can't be split that way.
     """
     weights = Weights(open_source(Path(spec.model_path)), lambda fraction: progress("loading weights", fraction))
     return model_class(spec.arch.family)(spec.arch, spec.config.model.max_model_len, weights, backend, comm)

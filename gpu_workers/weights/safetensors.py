@@ -1,6 +1,7 @@
 """Tensors from a directory of safetensors files."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,10 +17,10 @@ class SafetensorsSource:
     def __init__(self, path: Path) -> None:
         self.label = str(path)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files = {}
+        self._files: dict[str, Any] = {}
         for file_path in safetensors_files(path):
             try:
-                file = safe_open(file_path, framework="pt")  # type: ignore[no-untyped-call]
+                file: Any = safe_open(file_path, framework="pt")
             except SafetensorError as error:
                 raise ValueError(f"{file_path}: {error}") from error
             for name in file.keys():  # noqa: SIM118 (safe_open is not iterable)

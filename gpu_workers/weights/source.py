@@ -13,8 +13,13 @@ _NAMES_SHOWN = 8
 class TensorSource(Protocol):
     """Tensors of a checkpoint under their Hugging Face names."""
 
-    label: str  # the file or directory, for messages
-    shapes: Mapping[str, tuple[int, ...]]
+    @property
+    def label(self) -> str:
+        """The file or directory, for messages."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every tensor in the checkpoint."""
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor, dequantized; ValueError when its type is not supported."""

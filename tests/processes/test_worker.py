@@ -1,0 +1,181 @@
+"""The worker process on real sockets with the real model, between a scripted launcher and a scripted scheduler."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from config.arch import read_arch
+from config.schema import ChildSpec, Config, Endpoints, ModelConfig, SchedulerConfig, WorkerConfig
+from ipc.channels import AsyncRouter, new_incarnation
+from ipc.codec import Decoder, unpack_ints
+from ipc.control import Drain, Fail, Order, Progress, Ready, StartFailed, Status
+from ipc.messages import FromWorker, StepPlan, StepResult, WorkerReady
+from launch.listen import free_loopback_port
+from tests.unit.gpu_workers.plans import new_row, plan
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 120.0  # seconds; only reached when something is broken
+NUM_BLOCKS = 32
+
+
+class Rank:
+    """One worker as its launcher sees it."""
+
+    def __init__(self, spec: ChildSpec, directory: Path) -> None:
+        spec_file = directory / f"rank{spec.index}.json"
+        spec_file.write_bytes(msgspec.json.encode(spec))
+        order_read, self._order = os.pipe()
+        self._status, status_write = os.pipe()
+        self.log = directory / f"rank{spec.index}.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "launch.child",
+                    spec_file,
+                    str(order_read),
+                    str(status_write),
+                    "gpu_workers.main",
+                ],
+                cwd=ROOT,
+                stderr=log,
+                pass_fds=(order_read, status_write),
+                start_new_session=True,
+            )
+        os.close(order_read)
+        os.close(status_write)
+
+    def order(self, order: Order) -> None:
+        os.write(self._order, msgspec.json.encode(order) + b"\n")
+
+    def close(self) -> list[Status]:
+        """End it if it still runs; all that it has reported."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self._order)
+        with os.fdopen(self._status, "rb") as pipe:
+            return [msgspec.json.decode(line, type=Status) for line in pipe]
+
+
+Talk = Callable[[Callable[[StepPlan], None], Callable[[int], Awaitable[list[StepResult]]], list[Rank]], Awaitable[None]]
+
+
+def run_ranks(model_path: Path, directory: Path, talk: Talk, *, tp: int = 1) -> list[tuple[int, list[Status], str]]:
+    """Start `tp` ranks and let `talk(send, results, ranks)` drive them to their end: status, reports, log of each."""
+    endpoint = f"ipc://{directory}/workers"
+    spec = ChildSpec(
+        role="worker",
+        index=0,
+        config=Config(
+            model=ModelConfig(dtype="float32", max_model_len=256),
+            scheduler=SchedulerConfig(max_seqs=4),
+            worker=WorkerConfig(device="cpu", tp=tp, threads=1, deterministic=True),
+        ),
+        arch=read_arch(model_path),
+        model_path=str(model_path),
+        served_names=(),
+        endpoints=Endpoints(clients=(), scheduler="", workers=endpoint, stats=""),
+        run_dir=str(directory),
+        incarnation=new_incarnation(),
+        kv_memory_bytes=0,
+        num_blocks=NUM_BLOCKS,
+        rendezvous_port=free_loopback_port() if tp > 1 else 0,
+    )
+    ranks = [Rank(msgspec.structs.replace(spec, index=index), directory) for index in range(tp)]
+
+    async def schedule() -> list[int]:
+        ready: dict[bytes, WorkerReady] = {}
+        found: list[StepResult] = []
+        arrived = asyncio.Event()
+
+        def on_message(peer: bytes, message: FromWorker) -> None:
+            if isinstance(message, WorkerReady):
+                ready[peer] = message
+            else:
+                assert peer == b"rank0"
+                found.append(message)
+            arrived.set()
+
+        async def until(done: Callable[[], bool]) -> None:
+            while not done():
+                arrived.clear()
+                await arrived.wait()
+
+        async def results(count: int) -> list[StepResult]:
+            await until(lambda: len(found) >= count)
+            return found
+
+        def send(step: StepPlan) -> None:
+            for index in range(tp):
+                router.send(b"rank%d" % index, step)
+
+        router = AsyncRouter(endpoint, Decoder(FromWorker), new_incarnation(), on_message, lambda peer: None)
+        router.start()
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await until(lambda: len(ready) == tp)
+                expected = {b"rank%d" % i: WorkerReady(rank=i, num_blocks=NUM_BLOCKS) for i in range(tp)}
+                assert ready == expected
+                await talk(send, results, ranks)
+                return [await asyncio.to_thread(rank.process.wait) for rank in ranks]
+        finally:
+            router.close()
+
+    statuses = []
+    try:
+        statuses = asyncio.run(schedule())
+    finally:
+        reports = [rank.close() for rank in ranks]
+    return [
+        (status, report, rank.log.read_text()) for status, report, rank in zip(statuses, reports, ranks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_reference_row_and_drain(model_path: Path, shared_dir: Path, tmp_path: Path, tp: int) -> None:
+    with (shared_dir / "reference" / "greedy.jsonl").open() as lines:
+        row = next(row for row in map(json.loads, lines) if row["kind"] == "chat" and min(row["margins"]) > 0.01)
+    prompt, expected = row["prompt_ids"], row["output_ids"][:6]
+    assert len(prompt) < 64
+
+    async def talk(send, results, ranks) -> None:
+        send(plan(0, [(1, 0, len(prompt), 1)], new=[new_row(1, prompt, range(5, 10))]))
+        for step in range(1, len(expected)):
+            send(plan(step, [(1, len(prompt) + step - 1, 1, 1)]))
+            await results(step)
+        found = await results(len(expected))
+        assert [token for result in found for token in unpack_ints(result.token_ids)] == expected
+        assert all(result.forward_us > 0 for result in found)
+        for rank in ranks:
+            rank.order(Drain())
+
+    for status, reports, _ in run_ranks(model_path, tmp_path, talk, tp=tp):
+        assert status == 0
+        assert isinstance(reports[-1], Ready)
+        stages = list(dict.fromkeys(report.stage for report in reports[:-1] if isinstance(report, Progress)))
+        assert stages[-4:] == ["importing torch", "loading weights", "allocating KV", "warming up"]
+
+
+def test_an_invalid_plan_and_a_fail_order_end_it(model_path: Path, tmp_path: Path) -> None:
+    async def send_nonsense(send, results, ranks) -> None:
+        send(plan(0, [(1, 0, 5, 1)]))
+
+    ((status, reports, log),) = run_ranks(model_path, tmp_path, send_nonsense)
+    assert status == 1
+    assert not any(isinstance(report, StartFailed) for report in reports)
+    assert "a plan of the scheduler is invalid: scheduled: row 1 is not in use; this rank ends" in log
+    assert "Traceback" not in log
+
+    async def fail(send, results, ranks) -> None:
+        ranks[0].order(Fail("the scheduler is lost"))
+
+    ((status, _, _),) = run_ranks(model_path, tmp_path, fail)
+    assert status == 0

@@ -1,0 +1,72 @@
+"""The scheduler's own plans, carried out by the runner: each request gets the tokens that it gets alone."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpu_workers.batch import ForwardBatch
+from gpu_workers.comm import LocalComm
+from gpu_workers.runner import Runner
+from tests.unit.scheduler_proc.engine import Engine
+from tests.unit.scheduler_proc.fake_worker import VOCABULARY, continuation
+
+MAX_MODEL_LEN = 40
+
+
+class DigestModel:
+    """The fake worker's "model": logits that point at a digest of all tokens which the block table leads to."""
+
+    arch = SimpleNamespace(vocab_size=VOCABULARY)
+    backend = SimpleNamespace(device=torch.device("cpu"))
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.kv = torch.full((num_blocks * block_size,), -1, dtype=torch.int64)
+
+    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+        kv[batch.slots] = batch.token_ids
+        logits = torch.zeros(len(batch.logits_rows), VOCABULARY)
+        ends = {end - 1: sequence for sequence, end in enumerate(batch.query_starts[1:])}
+        for i, flat in enumerate(batch.logits_rows.tolist()):
+            sequence = ends[flat]
+            positions = torch.arange(batch.context_lens[sequence])
+            blocks = batch.block_tables[sequence].long()[positions // self.block_size]
+            tokens = kv[blocks * self.block_size + positions % self.block_size].tolist()
+            logits[i, continuation(tokens, 1, frozenset())[0]] = 1.0
+        return logits
+
+
+def make_engine(num_blocks: int, max_seqs: int, chunk: int) -> Engine:
+    engine = Engine(
+        num_blocks=num_blocks, max_seqs=max_seqs, max_step_tokens=16, prefill_chunk=chunk, max_model_len=MAX_MODEL_LEN
+    )
+    model = DigestModel(num_blocks, 4)
+    engine.worker = Runner(model, model.kv, num_blocks, 4, max_seqs, MAX_MODEL_LEN, LocalComm())
+    return engine
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_histories_of_the_real_scheduler(seed):
+    """Random arrivals, aborts and stops over a pool so small that requests are preempted and the cache is evicted."""
+    draw = random.Random(seed)
+    engine = make_engine(num_blocks=draw.choice([12, 20, 60]), max_seqs=4, chunk=draw.choice([3, 16]))
+    prefix = [draw.randrange(1, VOCABULARY) for _ in range(12)]
+    for request_id in range(40):
+        prompt = prefix[: draw.choice([0, 8, 12])] + [draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 20))]
+        stops = draw.choice([(0,), ()])
+        engine.submit(request_id, prompt, draw.randrange(1, MAX_MODEL_LEN - len(prompt) + 1), stops)
+        for _ in range(draw.randrange(4)):
+            engine.step()
+        if draw.random() < 0.1:
+            engine.abort(draw.randrange(request_id + 1))
+    engine.run_to_idle()
+
+
+def test_a_request_that_fills_the_context_to_the_last_token():
+    engine = make_engine(num_blocks=20, max_seqs=2, chunk=16)
+    engine.submit(0, [7] * 9, MAX_MODEL_LEN - 9, stops=())
+    engine.run_to_idle()
+    assert engine.ends == {0: "length"}
+    assert len(engine.outputs[0]) == MAX_MODEL_LEN - 9
