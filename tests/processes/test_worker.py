@@ -1,6 +1,7 @@
 """The worker process on real sockets with the real model, between a scripted launcher and a scripted scheduler."""
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -57,10 +58,13 @@ class Rank:
         os.write(self._order, msgspec.json.encode(order) + b"\n")
 
     def close(self) -> list[Status]:
-        """End it if it still runs; all that it has reported."""
+        """End it if it still runs; all that it has reported, at the first call."""
         self.process.kill()
         self.process.wait()
+        if self._order < 0:
+            return []
         os.close(self._order)
+        self._order = -1
         with os.fdopen(self._status, "rb") as pipe:
             return [msgspec.json.decode(line, type=Status) for line in pipe]
 
@@ -106,8 +110,11 @@ def run_ranks(model_path: Path, directory: Path, talk: Talk, *, tp: int = 1) -> 
 
         async def until(done: Callable[[], bool]) -> None:
             while not done():
+                ended = [rank for rank in ranks if rank.process.poll() is not None]
+                assert not ended, f"rank ended early: {ended[0].close()}\n{ended[0].log.read_text()}"
                 arrived.clear()
-                await arrived.wait()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(arrived.wait(), 0.5)
 
         async def results(count: int) -> list[StepResult]:
             await until(lambda: len(found) >= count)
@@ -139,7 +146,7 @@ def run_ranks(model_path: Path, directory: Path, talk: Talk, *, tp: int = 1) -> 
     ]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, 3])  # the model has three KV heads
 def test_a_reference_row_and_drain(model_path: Path, shared_dir: Path, tmp_path: Path, tp: int) -> None:
     with (shared_dir / "reference" / "greedy.jsonl").open() as lines:
         row = next(row for row in map(json.loads, lines) if row["kind"] == "chat" and min(row["margins"]) > 0.01)
