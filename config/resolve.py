@@ -62,6 +62,11 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
     if step_tokens is None:
         step_tokens = max(_STEP_TOKENS, config.scheduler.max_seqs)
         reasons.append(f"max_step_tokens {step_tokens}: a CPU gains little from longer steps")
+    if config.scheduler.max_seqs > step_tokens:
+        raise ConfigError(
+            f"--max-seqs {config.scheduler.max_seqs}: must not be more than --max-step-tokens, which is {step_tokens}: "
+            "each running request needs one token of a step"
+        )
     chunk = config.scheduler.prefill_chunk or step_tokens
     if chunk > step_tokens:
         raise ConfigError(f"--prefill-chunk {chunk}: must not be more than --max-step-tokens, which is {step_tokens}")

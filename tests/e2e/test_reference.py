@@ -63,21 +63,29 @@ def outputs(answers: list[Answer]) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_all_rows_at_once_and_one_by_one_in_float32(server: Server, rows: list[dict[str, Any]]) -> None:
+def serve_both_ways(server: Server, rows: list[dict[str, Any]], alone: slice, tolerance: float) -> int:
+    """All rows at once, then some of them one by one: the same outputs. Returns how many rows match fully."""
     url = server.url + "/v1/completions"
     together = post_all(url, bodies(rows))
-    assert check(rows, together, TOLERANCE["float32"]) == len(rows)
-    alone = post_all(url, bodies(rows), at_once=False)
-    assert outputs(together) == outputs(alone), (
-        "the same tokens and log-probabilities whatever else runs, cached or not"
-    )
+    one_by_one = post_all(url, bodies(rows[alone]), at_once=False)
+    assert outputs(together[alone]) == outputs(one_by_one), "whatever else runs, and whether the prompt was cached"
+    return check(rows, together, tolerance)
+
+
+def test_all_rows_in_float32(server: Server, rows: list[dict[str, Any]]) -> None:
+    assert serve_both_ways(server, rows, slice(1, None, 4), TOLERANCE["float32"]) == len(rows)
 
 
 @pytest.mark.slow
-def test_all_rows_at_once_and_one_by_one_in_bfloat16(model_path: Path, rows: list[dict[str, Any]]) -> None:
+def test_all_rows_one_by_one_in_float32_without_a_cache(model_path: Path, rows: list[dict[str, Any]]) -> None:
+    with Server(model_path, "--dtype", "float32", "--served-model-name", "smol", "--no-prefix-cache") as server:
+        assert serve_both_ways(server, rows, slice(None), TOLERANCE["float32"]) == len(rows)
+
+
+@pytest.mark.slow
+def test_all_rows_one_by_one_in_bfloat16(model_path: Path, rows: list[dict[str, Any]]) -> None:
+    """Of its own bfloat16 outputs transformers matches about half."""
     with Server(model_path, "--dtype", "bfloat16", "--served-model-name", "smol") as server:
-        url = server.url + "/v1/completions"
-        together = post_all(url, bodies(rows))
-        assert check(rows, together, TOLERANCE["bfloat16"]) >= 15
-        alone = post_all(url, bodies(rows), at_once=False)
-        assert outputs(together) == outputs(alone)
+        matching = serve_both_ways(server, rows, slice(None), TOLERANCE["bfloat16"])
+        print(f"bfloat16: {matching} of {len(rows)} rows match fully")
+        assert matching >= 15

@@ -162,7 +162,7 @@ def test_tiny_temperatures_are_greedy(server: Server, temperature: float) -> Non
 
 def test_presence_penalty_leaves_the_prompt_alone_and_repetition_penalty_does_not(server: Server) -> None:
     """B035."""
-    base = {"model": "smol", "prompt": "Paris Paris Paris Paris", "max_tokens": 1, "temperature": 0, "logprobs": 5}
+    base = {"model": "smol", "prompt": "Paris, Paris, Paris,", "max_tokens": 1, "temperature": 0, "logprobs": 20}
     plain, presence, repetition = (
         answer.body["choices"][0]["logprobs"]["top_logprobs"][0]
         for answer in post_all(

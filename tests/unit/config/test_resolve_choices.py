@@ -88,6 +88,11 @@ def test_a_kv_memory_that_holds_nothing_or_is_no_size_is_refused(text: str) -> N
         settle(f"--kv-memory={text}")
 
 
+def test_more_requests_than_tokens_in_a_step_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--max-seqs 65: must not be more than --max-step-tokens, which is 64"):
+        settle("--max-seqs", "65", "--max-step-tokens", "64")
+
+
 def test_a_prefill_chunk_beyond_the_step_is_refused() -> None:
     with pytest.raises(ConfigError, match="--prefill-chunk 600: must not be more than --max-step-tokens, which is 512"):
         settle("--prefill-chunk", "600")
