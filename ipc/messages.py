@@ -141,7 +141,10 @@ class Finished(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The end of a whole request (all choices) by an error, shaped like the HTTP error object."""
+    """The end of a request by an error, shaped like the HTTP error object.
+
+    Towards clients it ends all choices; from the scheduler, which knows each choice as a request, that one.
+    """
 
     request_id: int
     status: int
@@ -238,22 +241,10 @@ class RowOutput(Message, frozen=True):
     logprobs: tuple[RawLogprobs, ...] = ()
 
 
-class RowFailed(Message, frozen=True):
-    """A request that ended by an error: refused, or its engine was lost."""
-
-    request_id: int
-    status: int
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-    retry_after: float | None = None
-
-
 class StepOutputs(Message, frozen=True):
     """Everything one step has for one tokenizer."""
 
-    rows: tuple[RowOutput | RowFailed, ...]
+    rows: tuple[RowOutput | Failed, ...]
 
 
 FromScheduler = SchedulerReady | StepOutputs

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from config.schema import SchedulerConfig
 from ipc.codec import pack_ints, unpack_ints
-from ipc.messages import FinishReason, NewRow, RawLogprobs, RowFailed, RowOutput, Stats, StepPlan, StepResult, Submit
+from ipc.messages import Failed, FinishReason, NewRow, RawLogprobs, RowOutput, Stats, StepPlan, StepResult, Submit
 from scheduler_proc.events import (
     Aborted,
     Arrived,
@@ -109,7 +109,7 @@ class SchedulerCore:
 
     # --- requests ---
 
-    def _arrive(self, time: float, peer: bytes, submit: Submit) -> RowFailed | None:
+    def _arrive(self, time: float, peer: bytes, submit: Submit) -> Failed | None:
         """Queue a request, or say why not."""
         tokens: array[int] = array("i")
         tokens.frombytes(submit.token_ids)
@@ -121,11 +121,11 @@ class SchedulerCore:
         self._queued_tokens += request.num_prompt
         return None
 
-    def _check(self, peer: bytes, submit: Submit, tokens: "array[int]") -> RowFailed | None:
-        def refuse(message: str, param: str | None, status: int = 400, retry_after: float | None = None) -> RowFailed:
+    def _check(self, peer: bytes, submit: Submit, tokens: "array[int]") -> Failed | None:
+        def refuse(message: str, param: str | None, status: int = 400, retry_after: float | None = None) -> Failed:
             kinds = {400: "invalid_request_error", 429: "rate_limit_error", 503: "server_error"}
             codes = {400: None, 429: "queue_full", 503: "engine_unavailable"}
-            return RowFailed(submit.request_id, status, message, kinds[status], param, codes[status], retry_after)
+            return Failed(submit.request_id, status, message, kinds[status], param, codes[status], retry_after)
 
         if self._lost is not None:
             return refuse(self._lost, None, 503, 1.0)
@@ -182,9 +182,9 @@ class SchedulerCore:
         self._lost = reason
         self._in_flight.clear()  # nobody will compute these, nor touch their blocks
         self.kv.pool.step_returned(self._next_step)
-        failures: dict[bytes, list[RowFailed]] = {}
+        failures: dict[bytes, list[Failed]] = {}
         for request in list(self.requests.values()):
-            failed = RowFailed(request.request_id, 503, reason, "server_error", None, "engine_lost", 1.0)
+            failed = Failed(request.request_id, 503, reason, "server_error", None, "engine_lost", 1.0)
             failures.setdefault(request.peer, []).append(failed)
             self._end(request)
         return [SendOutputs(peer, tuple(rows)) for peer, rows in failures.items()]
@@ -246,7 +246,7 @@ class SchedulerCore:
             raise ProtocolError(f"step {result.step} has {len(token_ids)} tokens for {sampled} sampling rows")
         self.kv.pool.step_returned(flight.number)
         self.counters.device_busy_us += result.prepare_us + result.forward_us + result.sample_us
-        outputs: dict[bytes, list[RowOutput | RowFailed]] = {}
+        outputs: dict[bytes, list[RowOutput | Failed]] = {}
         position = 0
         for item in flight.scheduled:
             self.counters.computed_tokens += item.count

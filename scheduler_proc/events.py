@@ -5,7 +5,7 @@ Times are seconds on one monotonic clock; they come in with the events.
 
 from msgspec import Struct
 
-from ipc.messages import RowFailed, RowOutput, StepPlan, StepResult, Submit
+from ipc.messages import Failed, RowOutput, StepPlan, StepResult, Submit
 
 
 class Arrived(Struct, frozen=True, gc=False):
@@ -67,7 +67,7 @@ class SendOutputs(Struct, frozen=True, gc=False):
     """To one tokenizer process."""
 
     peer: bytes
-    rows: tuple[RowOutput | RowFailed, ...]
+    rows: tuple[RowOutput | Failed, ...]
 
 
 Command = SendPlan | SendOutputs

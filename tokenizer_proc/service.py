@@ -20,7 +20,6 @@ from ipc.messages import (
     Generate,
     Hello,
     Outputs,
-    RowFailed,
     RowOutput,
     StepOutputs,
     StopAt,
@@ -263,7 +262,7 @@ class Service:
                 self._unexpected(row, aborts)
                 continue
             outgoing = items.setdefault(request.peer, [])
-            if isinstance(row, RowFailed):
+            if isinstance(row, Failed):
                 outgoing.append(self._row_failed(request, row, aborts))
                 continue
             try:
@@ -294,14 +293,14 @@ class Service:
         if not request.choices:
             self._end(request)
 
-    def _row_failed(self, request: _Request, row: RowFailed, aborts: list[int]) -> Failed:
+    def _row_failed(self, request: _Request, row: Failed, aborts: list[int]) -> Failed:
         """One choice's failure is the whole request's."""
         aborts += [request_id for request_id in request.choices if request_id != row.request_id]
         self._end(request)
         param = prompt_name(request.message) if row.param == "prompt" else row.param
         return Failed(request.message.request_id, row.status, row.message, row.type, param, row.code, row.retry_after)
 
-    def _unexpected(self, row: RowOutput | RowFailed, aborts: list[int]) -> None:
+    def _unexpected(self, row: RowOutput | Failed, aborts: list[int]) -> None:
         if row.request_id in self._stale:
             return
         self.unknown_outputs += 1

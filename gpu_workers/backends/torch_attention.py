@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from gpu_workers.batch import ForwardBatch
 
@@ -23,7 +24,10 @@ _NOTHING = -1e30  # the largest score of a tile in which a row sees no key: fini
 
 @dataclass(slots=True, frozen=True)
 class PagedKV:
-    """The KV pool of one rank: [layers, G, blocks, block size x D]; a block of a head is one piece of memory."""
+    """The KV pool of one rank: [layers, G, blocks, block size x D]; a block of a head is one piece of memory.
+
+    D is filled up with zeros to a multiple of 4: the columns beyond one are computed differently row by row.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -35,6 +39,7 @@ class PagedKV:
     def allocate(
         cls, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> "PagedKV":
+        head_dim += -head_dim % 4
         shape = (num_layers, num_kv_heads, num_blocks, block_size * head_dim)
         return cls(_zeros(shape, dtype), _zeros(shape, dtype), block_size, num_kv_heads, head_dim)
 
@@ -50,8 +55,8 @@ class PagedKV:
     def write(self, layer: int, plan: "AttentionPlan", k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k and v [T, G, D] in the batch's slots."""
         for pool, new in ((self.k, k), (self.v, v)):
-            rows = pool[layer].view(-1, self.head_dim)
-            rows.index_copy_(0, plan.head_slots, new.transpose(0, 1).reshape(-1, self.head_dim))
+            rows = pool[layer].view(-1, self.head_dim)[:, : new.shape[-1]]
+            rows.index_copy_(0, plan.head_slots, new.transpose(0, 1).reshape(-1, new.shape[-1]))
 
     def gather(self, pool: torch.Tensor, layer: int, head_blocks: torch.Tensor) -> torch.Tensor:
         """Key tiles [tiles of all heads, tile, D] in float32."""
@@ -163,15 +168,17 @@ def attend(q: torch.Tensor, kv: PagedKV, layer: int, plan: AttentionPlan) -> tor
     """q [T, H, D], rotated -> [T, H * D] in float32; the batch's own K and V are in the pool already."""
     tokens, num_heads, head_dim = q.shape
     grouped = q.view(tokens, kv.num_kv_heads, -1, head_dim).float() * (1.0 / math.sqrt(head_dim))
+    if kv.head_dim > head_dim:
+        grouped = F.pad(grouped, (0, kv.head_dim - head_dim))
     if plan.decode is not None and not plan.chunks:
-        return _attend_decode(grouped, kv, layer, plan.decode).reshape(tokens, -1)
+        return _attend_decode(grouped, kv, layer, plan.decode)[..., :head_dim].reshape(tokens, -1)
     output = torch.empty_like(grouped)
     if plan.decode is not None:
         output[plan.decode.tokens] = _attend_decode(grouped[plan.decode.tokens], kv, layer, plan.decode)
     for chunk in plan.chunks:
         end = chunk.start + chunk.count
         output[chunk.start : end] = _attend_chunk(grouped[chunk.start : end], kv, layer, chunk)
-    return output.view(tokens, num_heads * head_dim)
+    return output[..., :head_dim].reshape(tokens, num_heads * head_dim)
 
 
 def _attend_decode(q: torch.Tensor, kv: PagedKV, layer: int, plan: _Decode) -> torch.Tensor:

@@ -4,7 +4,8 @@ What makes a row's bits depend on the other rows is a library that picks its ker
 by the number of rows. Measured with torch 2.13 on an AVX2 machine, float32, 1 to 600 rows, 1 and 2 threads:
 
 - MKL (`torch.mm`, `F.linear`, `torch.bmm`): 1, 2 and 3 rows differ from all others, as do the 1 to 3 rows that are left
-  over where it splits 5, 6, 7, 9, 10 or 11 rows between two threads. A multiple of 4 rows is always computed alike.
+  over where it splits 5, 6, 7, 9, 10 or 11 rows between two threads. A multiple of 4 rows, by a multiple of 4 columns,
+  is always computed alike.
 - oneDNN with weights packed for 32 rows: identical for every number of rows and threads, and the fastest for few rows,
   as it reads the weights once (a padded MKL product splits the rows, so each thread reads them all).
 - torch's reductions over the last axis, and exp and tanh: identical everywhere. silu, sigmoid and gelu are not: up to

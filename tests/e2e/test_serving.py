@@ -5,6 +5,7 @@ import json
 import random
 import time
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,7 +202,7 @@ def test_min_tokens_and_ignore_eos_count_outputs_only(server: Server) -> None:
     assert answer.finish_reason == "length"
 
 
-def test_preempted_requests_give_the_same_text_as_with_room(model_path, server: Server) -> None:
+def test_preempted_requests_give_the_same_text_as_with_room(model_path: Path, server: Server) -> None:
     """B078: 12 requests of up to 160 tokens in a pool that holds three of them, greedy and seeded with penalties."""
     bodies = [
         {
@@ -222,3 +223,16 @@ def test_preempted_requests_give_the_same_text_as_with_room(model_path, server: 
     for one, other in zip(expected, got, strict=True):
         assert one.body["choices"] == other.body["choices"]
         assert one.usage["completion_tokens"] == other.usage["completion_tokens"] == 120
+
+
+def test_several_frontends_and_tokenizers_serve_as_one(model_path: Path) -> None:
+    flags = ("--frontends", "2", "--tokenizers", "2", "--kv-memory", "64MiB", "--max-model-len", "512")
+    body = {"prompt": "1, 2, 3,", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    with Server(model_path, *flags, "--served-model-name", "a,b") as server:
+        answers = post_all(server.url + "/v1/completions", [{**body, "model": "ab"[i % 2]} for i in range(20)])
+        assert len({answer.text for answer in answers}) == 1
+        # Whichever frontend answers speaks for both.
+        with urllib.request.urlopen(server.url + "/metrics", timeout=10) as response:
+            text = response.read().decode()
+        assert 'tokenmill:request_success_total{finished_reason="length"} 20.0' in text
+        assert 'tokenmill:http_requests_total{route="/v1/completions",status="200"} 20.0' in text

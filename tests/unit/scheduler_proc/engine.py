@@ -4,7 +4,7 @@ from collections import deque
 
 from config.schema import SchedulerConfig
 from ipc.codec import pack_ints, unpack_ints
-from ipc.messages import RowFailed, RowOutput, SamplingSpec, StepPlan, Submit
+from ipc.messages import Failed, RowOutput, SamplingSpec, StepPlan, Submit
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.events import Aborted, Arrived, Command, EngineLost, Event, PeerLost, SendPlan, StepDone, Stopped
 from scheduler_proc.invariants import violations
@@ -48,7 +48,7 @@ class Engine:
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
         self.cached: dict[int, int] = {}
-        self.failures: dict[int, RowFailed] = {}
+        self.failures: dict[int, Failed] = {}
         self.silenced: set[int] = set()  # aborted or stopped from outside: nothing may come for them any more
 
     def handle(self, event: Event) -> None:
@@ -67,7 +67,7 @@ class Engine:
         for row in command.rows:
             assert row.request_id not in self.silenced
             assert row.request_id not in self.ends, "nothing may follow the end of a request"
-            if isinstance(row, RowFailed):
+            if isinstance(row, Failed):
                 self.failures[row.request_id] = row
                 self.ends[row.request_id] = "failed"
                 continue

@@ -20,7 +20,6 @@ from ipc.messages import (
     Hello,
     ModelInfo,
     Outputs,
-    RowFailed,
     RowOutput,
     SamplingParams,
     StepOutputs,
@@ -100,7 +99,7 @@ class Bench:
             peer, Generate(request_id, prompt or TextPrompt("hello"), SamplingParams(**params), namespace="ns")
         )
 
-    def step(self, *rows: RowOutput | RowFailed) -> None:
+    def step(self, *rows: RowOutput | Failed) -> None:
         self.service.from_scheduler(StepOutputs(rows))
 
     @property
@@ -299,7 +298,7 @@ def test_a_failed_choice_fails_the_request_and_aborts_the_others() -> None:
     bench = Bench()
     bench.generate(n=3)
     ids = [submit.request_id for submit in bench.submits]
-    bench.step(RowFailed(ids[1], 429, "full", "rate_limit_error", retry_after=1.0))
+    bench.step(Failed(ids[1], 429, "full", "rate_limit_error", retry_after=1.0))
     assert bench.failure() == Failed(1, 429, "full", "rate_limit_error", retry_after=1.0)
     assert bench.aborts == [ids[0], ids[2]]
     assert bench.service.live_requests == 0
