@@ -1,6 +1,6 @@
 """From logits to tokens, for all sampling rows of a step at once.
 
-The order of operations is that of vLLM and of transformers' `generate`: logit bias; ids banned before `min_tokens`; the
+The order of operations, which clients can see in the results: logit bias; ids banned before `min_tokens`; the
 repetition, then frequency and presence penalties; (log-probabilities are reported of what stands here;) temperature;
 top-k; top-p; min-p; one draw by inverse CDF in vocabulary order.
 

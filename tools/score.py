@@ -114,7 +114,9 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status 0 when no row has a mismatch, 1 when one has, 2 when the model can't be loaded."""
     parser = argparse.ArgumentParser(prog="python -m tools.score", description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="directory with safetensors, or a .gguf file")
-    parser.add_argument("--reference", type=Path, required=True, help="JSONL with prompt_ids, output_ids, margins, top5")
+    parser.add_argument(
+        "--reference", type=Path, required=True, help="JSONL with prompt_ids, output_ids, margins, top5"
+    )
     parser.add_argument("--dtype", choices=sorted(TOLERANCES), default="float32", help="compute dtype")
     parser.add_argument("--threads", type=int, default=None, help="compute threads (default: torch's choice)")
     arguments = parser.parse_args(argv)

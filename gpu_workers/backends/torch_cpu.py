@@ -5,7 +5,7 @@ by the number of rows. Measured with torch 2.13 on an AVX2 machine, float32, 1 t
 
 - MKL (`torch.mm`, `F.linear`, `torch.bmm`): 1, 2 and 3 rows differ from all others, as do the 1 to 3 rows that are left
   over where it splits 5, 6, 7, 9, 10 or 11 rows between two threads. A multiple of 4 rows, by a multiple of 4 columns,
-  is always computed alike.
+  is computed alike; where 3 or 4 threads divide 40 columns between them it is not, hence a multiple of 16 for weights.
 - oneDNN with weights packed for 32 rows: identical for every number of rows and threads, and the fastest for few rows,
   as it reads the weights once (a padded MKL product splits the rows, so each thread reads them all).
 - torch's reductions over the last axis, and exp and tanh: identical everywhere. silu, sigmoid and gelu are not: up to
@@ -33,6 +33,7 @@ class Linear:
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    features: int  # N; unpacked weights have rows of zeros up to a multiple of 16
     operand: torch.dtype
     out_dtype: torch.dtype
 
@@ -72,14 +73,16 @@ class TorchCpuBackend(Backend):
     ) -> Linear:
         out_dtype = out_dtype or self.dtype
         operand = torch.bfloat16 if self._bf16_products and out_dtype == torch.bfloat16 else torch.float32
+        features = weight.shape[0]
         weight = weight.to(self.dtype).to(operand)
         if bias is not None:
             bias = bias.to(self.dtype).to(operand)
         if self._packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_ROWS)
         else:
-            weight = weight.clone(memory_format=torch.contiguous_format)
-        return Linear(weight, bias, operand, out_dtype)
+            weight = F.pad(weight, (0, 0, 0, -features % 16)).contiguous()
+            bias = None if bias is None else F.pad(bias, (0, -features % 16))
+        return Linear(weight, bias, features, operand, out_dtype)
 
     def load_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.dtype, copy=True)
@@ -114,7 +117,8 @@ class TorchCpuBackend(Backend):
         else:
             rows = x.shape[0]
             padding = -rows % 4 if self._deterministic else 0
-            y = F.linear(F.pad(x, (0, 0, 0, padding)) if padding else x, weight.weight, weight.bias)[:rows]
+            y = F.linear(F.pad(x, (0, 0, 0, padding)) if padding else x, weight.weight, weight.bias)
+            y = y[:rows, : weight.features]
         return y.to(weight.out_dtype)  # type: ignore[no-any-return]
 
     def rope_and_write(

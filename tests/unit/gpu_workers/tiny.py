@@ -19,17 +19,17 @@ BLOCK_SIZE = 16
 
 def save_tiny(path: Path, family: str = "llama", **settings: Any) -> PreTrainedModel:
     """A random model in float32 with weights large enough that its logits differ; saved to `path`."""
-    values: dict[str, Any] = dict(
-        hidden_size=48,
-        intermediate_size=112,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        vocab_size=131,
-        max_position_embeddings=256,
-        initializer_range=0.15,
-        eos_token_id=2,
-    )
+    values: dict[str, Any] = {
+        "hidden_size": 48,
+        "intermediate_size": 112,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "vocab_size": 131,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.15,
+        "eos_token_id": 2,
+    }
     values.update(settings)
     torch.manual_seed(1)
     if family == "llama":

@@ -1,0 +1,52 @@
+"""Two real ranks over gloo against one."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.unit.gpu_workers.tiny import load_tiny, save_tiny, whole_logits
+
+TOKENS = list(range(0, 130, 3))
+
+RANK = """
+import sys
+from pathlib import Path
+from safetensors.torch import save_file
+from gpu_workers.comm import make_comm
+from tests.unit.gpu_workers.tiny import load_tiny, whole_logits
+rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+comm = make_comm(rank, 2, port, timeout=60)
+save_file({"logits": whole_logits(load_tiny(model, comm=comm), list(range(0, 130, 3))).contiguous()}, out)
+comm.close()
+"""
+
+
+@pytest.mark.parametrize("settings", [{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}])
+def test_two_ranks_compute_what_one_does(settings: dict[str, bool], tmp_path: Path) -> None:
+    save_tiny(tmp_path, **settings)  # a vocabulary of 131 does not divide by 2
+    expected = whole_logits(load_tiny(tmp_path), TOKENS)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    outs = [tmp_path / f"{rank}.out" for rank in range(2)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(port), str(tmp_path), str(outs[rank])],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    logits = [load_file(out)["logits"] for out in outs]
+    assert torch.equal(logits[0], logits[1])
+    torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-4)
