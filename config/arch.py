@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import sys
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -36,7 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; ValueError when it is anything else."""
     try:
         value = json.loads(path.read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # bad syntax, bad UTF-8, or an integer of thousands of digits
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: not a JSON object")
@@ -64,7 +65,7 @@ class _Fields:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.values.get(key)
         value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             raise ValueError(f"{self.source}: {key} is {value!r}, not a positive number")
         return float(value)
 
@@ -83,7 +84,7 @@ def _from_directory(path: Path) -> ModelArch:
     fields = _Fields(str(config_path), config)
     names = config.get("architectures") or []
     architecture = names[0] if isinstance(names, list) and names else None
-    if architecture not in _FAMILIES:
+    if not isinstance(architecture, str) or architecture not in _FAMILIES:
         raise ValueError(
             f"{config_path}: architecture {architecture} is not supported; supported: {', '.join(sorted(_FAMILIES))}"
         )
@@ -127,7 +128,7 @@ def _from_directory(path: Path) -> ModelArch:
 
 def _activation(source: str, name: Any) -> str:
     kinds = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
-    if name not in kinds:
+    if not isinstance(name, str) or name not in kinds:
         raise ValueError(f"{source}: hidden_act {name!r} is not supported; supported: {', '.join(kinds)}")
     return kinds[name]
 
@@ -187,10 +188,16 @@ def _eos_from_directory(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
     if isinstance(token, str):
         added = tokenizer.get("added_tokens_decoder")
         if isinstance(added, dict):
-            entries = [dict(entry, id=key) for key, entry in added.items() if isinstance(entry, dict)]
+            named = [(key, entry) for key, entry in added.items() if isinstance(entry, dict)]
         else:
-            entries = _optional_json(path / "tokenizer.json").get("added_tokens") or []
-        ids.update(int(entry["id"]) for entry in entries if entry.get("content") == token)
+            entries = _optional_json(path / "tokenizer.json").get("added_tokens")
+            entries = entries if isinstance(entries, list) else []
+            named = [(entry.get("id"), entry) for entry in entries if isinstance(entry, dict)]
+        for number, entry in named:
+            if entry.get("content") == token:
+                if not str(number).isdecimal():
+                    raise ValueError(f"{path}: the end-of-sequence token {token!r} has the id {number!r}, not a number")
+                ids.add(int(number))
     return tuple(sorted(ids))
 
 
@@ -240,7 +247,7 @@ def _safetensors_header(path: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: not a safetensors file (its header length is {length})")
         try:
             header = json.loads(file.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: not a safetensors file (its header is not JSON)") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path}: not a safetensors file (its header is not an object)")
@@ -253,7 +260,7 @@ def _safetensors_header(path: Path) -> dict[str, Any]:
 def _from_gguf(file: GGUFFile) -> ModelArch:
     metadata, tensors = file.metadata, file.tensors
     architecture = metadata.get("general.architecture")
-    if architecture not in _GGUF_FAMILIES:
+    if not isinstance(architecture, str) or architecture not in _GGUF_FAMILIES:
         raise ValueError(
             f"{file.path}: architecture {architecture} is not supported; supported: {', '.join(sorted(_GGUF_FAMILIES))}"
         )
@@ -272,7 +279,7 @@ def _from_gguf(file: GGUFFile) -> ModelArch:
     if "expert_count" in plain and fields.integer("expert_count", least=0) > 0:
         raise ValueError(f"{file.path}: mixture-of-experts models are not supported")
     eos_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    eos = {metadata[f"tokenizer.ggml.{key}"] for key in eos_keys if f"tokenizer.ggml.{key}" in metadata}
+    eos = [metadata.get(f"tokenizer.ggml.{key}") for key in eos_keys]
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     return _checked(
         ModelArch(
@@ -292,7 +299,7 @@ def _from_gguf(file: GGUFFile) -> ModelArch:
             o_bias="blk.0.attn_output.bias" in tensors,
             mlp_bias="blk.0.ffn_down.bias" in tensors,
             bos_token_id=bos if isinstance(bos, int) else None,
-            eos_token_ids=tuple(sorted(item for item in eos if isinstance(item, int))),
+            eos_token_ids=tuple(sorted({item for item in eos if isinstance(item, int)})),
             weight_bytes=sum(info.num_bytes for info in tensors.values()),
             num_parameters=sum(info.num_elements for info in tensors.values()),
             name=file.path.stem,

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 from msgspec import Struct
 
 _MAX_STRING = 1 << 24  # bytes; the longest real ones are chat templates of some 10 kB
+_MAX_NAME = (1 << 16) - 1  # bytes; the format's limit for keys, and more than it allows tensor names
+_MAX_ARRAY = 1 << 24  # values; the longest real ones are vocabularies and merges of some 500,000
 _MAX_KEYS = 1 << 16
 _MAX_TENSORS = 1 << 20
 _MAX_DIMENSIONS = 4
@@ -126,7 +128,7 @@ class GGUFFile:
             self._fail(f"claims {num_keys} metadata keys and {num_tensors} tensors, which is more than is plausible")
         values: dict[str, Any] = {}
         for _ in range(num_keys):
-            key = self._string()
+            key = self._string(_MAX_NAME)
             if key in values:
                 self._fail(f"metadata key {key!r} occurs twice")
             values[key] = self._value(self._scalar(4))
@@ -141,10 +143,10 @@ class GGUFFile:
         self._offset += codec.size
         return value
 
-    def _string(self) -> str:
+    def _string(self, longest: int = _MAX_STRING) -> str:
         length = self._scalar(10)
-        if length > min(_MAX_STRING, self._size - self._offset):
-            self._fail(f"a string of {length} bytes does not fit in the file")
+        if length > min(longest, self._size - self._offset):
+            self._fail(f"a string of {length} bytes does not fit in the file, or is longer than is plausible")
         start = self._offset
         self._offset += length
         return self._data[start : self._offset].decode()
@@ -158,6 +160,8 @@ class GGUFFile:
 
     def _skip_array(self) -> _Array:
         kind, count = self._scalar(4), self._scalar(10)
+        if count > _MAX_ARRAY:
+            self._fail(f"an array of {count} values is longer than is plausible")
         start = self._offset
         if kind == _STRING:
             if count > (self._size - start) // 8:
@@ -196,7 +200,7 @@ class GGUFFile:
             self._fail(f"general.alignment is {alignment!r}, not a power of two from 8")
         headers = []
         for _ in range(count):
-            name = self._string()
+            name = self._string(_MAX_NAME)
             dimensions = self._scalar(4)
             if not 1 <= dimensions <= _MAX_DIMENSIONS:
                 self._fail(f"tensor {name!r} has {dimensions} dimensions")

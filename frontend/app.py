@@ -6,7 +6,7 @@ Orchestrator: only wiring belongs here. Handlers are in `handlers` and `health`,
 from aiohttp import web
 
 from . import handlers, health
-from .middleware import add_headers, guard
+from .middleware import add_headers, expect, guard
 from .service import SERVICE, Service
 from .streaming import KeepAlive
 
@@ -17,12 +17,12 @@ def make_app(service: Service, keep_alive: KeepAlive) -> web.Application:
     app[SERVICE] = service
     app[handlers.KEEP_ALIVE] = keep_alive
     app.on_response_prepare.append(add_headers)
-    app.router.add_post("/v1/chat/completions", handlers.chat_completions)
-    app.router.add_post("/v1/completions", handlers.completions)
-    app.router.add_get("/v1/models", handlers.list_models)
-    app.router.add_get("/v1/models/{id:.+}", handlers.get_model)
-    app.router.add_get("/health/live", health.live)
-    app.router.add_get("/health/ready", health.ready)
-    app.router.add_get("/health/progress", health.progress)
-    app.router.add_get("/metrics", health.metrics)
+    app.router.add_post("/v1/chat/completions", handlers.chat_completions, expect_handler=expect)
+    app.router.add_post("/v1/completions", handlers.completions, expect_handler=expect)
+    app.router.add_get("/v1/models", handlers.list_models, expect_handler=expect)
+    app.router.add_get("/v1/models/{id:.+}", handlers.get_model, expect_handler=expect)
+    app.router.add_get("/health/live", health.live, expect_handler=expect)
+    app.router.add_get("/health/ready", health.ready, expect_handler=expect)
+    app.router.add_get("/health/progress", health.progress, expect_handler=expect)
+    app.router.add_get("/metrics", health.metrics, expect_handler=expect)
     return app

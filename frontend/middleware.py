@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from urllib.parse import quote
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from .errors import UNAVAILABLE, ApiError
 from .service import SERVICE
@@ -39,6 +39,21 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         response.headers[IGNORED] = ignored
 
 
+async def expect(request: web.Request) -> None:
+    """Ask for the body of a client that waits for `100 Continue`; runs before the middlewares.
+
+    `guard` refuses other expectations, with an error object. RFC 9110, section 10.1.1.
+    """
+    if _expectation(request) == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # aiohttp takes more for a response that has begun
+
+
+def _expectation(request: web.Request) -> str:
+    """The `Expect` header, empty where it has no meaning, which is before HTTP/1.1."""
+    return request.headers.get("Expect", "").lower() if request.version >= HttpVersion11 else ""
+
+
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give the request its id, turn what its handler raises into an error object, and count the answer."""
@@ -62,6 +77,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         if given is not None and not valid:
             raise ApiError(400, f"{REQUEST_ID} must have 1 to 128 printable ASCII characters", param=REQUEST_ID)
+        if _expectation(request) not in ("", "100-continue"):
+            raise ApiError(417, "Expect: the only expectation that can be met is 100-continue")
         return await handler(request)
     except ApiError as error:
         return error.response()

@@ -86,6 +86,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):

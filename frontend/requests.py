@@ -41,6 +41,10 @@ def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
     for name in ("tool_choice", "function_call"):
         if getattr(body, name) not in (None, "none"):
             raise _not_yet(name)
+    if body.modalities not in (None, ["text"]):
+        raise ApiError(400, 'modalities must be ["text"]: the model generates nothing else', param="modalities")
+    if body.audio is not None:
+        raise ApiError(400, "audio is not supported: the model generates text only", param="audio")
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     prompt = ChatPrompt(

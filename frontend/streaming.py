@@ -3,12 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
 
 from aiohttp import web
 
 from .errors import UNAVAILABLE, ApiError
-from .generation import Batch, Generation
+from .generation import Generation
 from .responses import Responder
 
 log = logging.getLogger(__name__)
@@ -22,27 +21,28 @@ class ClientGone(Exception):
 
 
 class EventStream:
-    """A response of server-sent events. Writing never waits for the client: one that does not read is cut off."""
+    """A response of server-sent events, whose headers leave with the first of them.
+
+    Writing never waits for the client: one that does not read is cut off.
+    """
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
+        self._preparing = asyncio.Lock()  # its handler and `KeepAlive` may both be the first to send
+        self._prepared = False
         self.response = web.StreamResponse(headers=_HEADERS)
+        self.begun = False  # True: it is too late for another status
         self.last_write = time.monotonic()
-
-    async def open(self) -> None:
-        """Prepare the headers; they leave with the first event."""
-        if self._request.transport is None:
-            raise ClientGone
-        # Above our own limit, so that a write returns at once instead of waiting for the client to read.
-        self._request.transport.set_write_buffer_limits(high=2 * MAX_UNSENT)
-        await self.response.prepare(self._request)
 
     async def send(self, events: bytes) -> None:
         """Write whole events; raises `ClientGone`."""
         transport = self._request.transport
         if transport is None:
             raise ClientGone
+        self.begun = True
         try:
+            if not self._prepared:
+                await self._prepare(transport)
             await self.response.write(events)
         except ConnectionError:
             raise ClientGone from None
@@ -53,8 +53,21 @@ class EventStream:
             raise ClientGone
 
 
+    async def _prepare(self, transport: asyncio.WriteTransport) -> None:
+        async with self._preparing:
+            if self._prepared:
+                return
+            # Above our own limit, so that a write returns at once instead of waiting for the client to read.
+            transport.set_write_buffer_limits(high=2 * MAX_UNSENT)
+            await self.response.prepare(self._request)
+            self._prepared = True
+
+
 class KeepAlive:
-    """Sends a comment on every registered stream that has been silent for a while; one task serves all streams."""
+    """Sends a comment on every registered stream that has been silent for a while; one task serves all streams.
+
+    The comment may be the first thing that is sent on a stream.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -71,6 +84,8 @@ class KeepAlive:
             await asyncio.sleep(self._seconds / 4)
             silent_since = time.monotonic() - self._seconds
             for stream in [stream for stream in self._streams if stream.last_write <= silent_since]:
+                if stream not in self._streams:
+                    continue  # it has ended during an earlier send
                 try:
                     await stream.send(b": keep-alive\n\n")
                 except ClientGone:
@@ -82,24 +97,23 @@ async def stream_answer(
 ) -> web.StreamResponse:
     """Answer with server-sent events.
 
-    Nothing is sent before the first output, so that a failure until then gets a status of its own; a later one becomes
-    an error event, after which the connection closes without `[DONE]`.
+    Nothing is sent before the first output or the first keep-alive comment, so that a failure until then gets a status
+    of its own; a later one becomes an error event, after which the connection closes without `[DONE]`.
     """
-    batches = generation.batches()
-    first = await anext(batches)
     stream = EventStream(request)
+    keep_alive.add(stream)
     try:
-        await stream.open()
-        keep_alive.add(stream)
         try:
-            await _send_all(stream, first, batches, generation, responder)
-        except ApiError as error:
-            await _send_error(stream, error)
+            await _send_all(stream, generation, responder)
         except ClientGone:
             raise
-        except Exception:
-            log.exception("request %s failed", request["id"])
-            await _send_error(stream, ApiError(500, "internal error", type=UNAVAILABLE))
+        except Exception as error:
+            if not stream.begun:
+                raise
+            if not isinstance(error, ApiError):
+                log.exception("request %s failed", request["id"])
+                error = ApiError(500, "internal error", type=UNAVAILABLE)
+            await _send_error(stream, error)
     except ClientGone:
         stream.response.force_close()
     finally:
@@ -107,11 +121,8 @@ async def stream_answer(
     return stream.response
 
 
-async def _send_all(
-    stream: EventStream, first: Batch, rest: AsyncIterator[Batch], generation: Generation, responder: Responder
-) -> None:
-    await stream.send(responder.chunks(first))
-    async for batch in rest:
+async def _send_all(stream: EventStream, generation: Generation, responder: Responder) -> None:
+    async for batch in generation.batches():
         if events := responder.chunks(batch):
             await stream.send(events)
     await stream.send(responder.end(generation.usage()))

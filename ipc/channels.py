@@ -32,6 +32,7 @@ _HEADER = struct.Struct("<QQ")
 _HWM = 4096  # messages queued inside ZeroMQ per peer, each way
 _MAX_MESSAGE = 64 << 20  # bytes; a 4 MiB body becomes at most a few times as much
 _MAX_BACKLOG = 8192  # messages kept here for a peer whose queue is full, before it is cut off
+_MAX_BANNED = 1024  # peers cut off whose further messages are still recognised
 _RETRY_SECONDS = 0.005
 
 
@@ -63,6 +64,11 @@ class _Inbound:
 
     def __init__(self) -> None:
         self.incarnation = 0
+        self.expected = 0
+
+    def end_session(self) -> None:
+        """The connection broke: what is still queued from this session is no longer wanted."""
+        self.incarnation += 1
         self.expected = 0
 
     def accept(self, header: bytes) -> bool:
@@ -171,7 +177,7 @@ class AsyncRouter(Generic[In]):
         self._on_lost = on_lost
         self._inbound: dict[bytes, _Inbound] = {}
         self._outbound: dict[bytes, _Outbound] = {}
-        self._banned: set[bytes] = set()
+        self._banned: dict[bytes, None] = {}  # in order, so that the oldest can be forgotten
         self._retrying = False
         socket = _open(zmq.ROUTER)
         socket.set(zmq.ROUTER_MANDATORY, 1)
@@ -243,7 +249,9 @@ class AsyncRouter(Generic[In]):
 
     def cut_off(self, peer: bytes) -> None:
         """Send nothing more to this peer and hear nothing more from it."""
-        self._banned.add(peer)
+        self._banned[peer] = None
+        if len(self._banned) > _MAX_BANNED:
+            del self._banned[next(iter(self._banned))]
         self._lose(peer)
 
     def _lose(self, peer: bytes) -> None:
@@ -286,8 +294,6 @@ class AsyncRouter(Generic[In]):
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
                 self._lose(peer)
-        if not self._inbound:
-            self._banned.clear()
         self._io.sent()
 
     def close(self) -> None:
@@ -374,7 +380,7 @@ class AsyncDealer(Generic[In]):
             self._on_connected()
         elif event == zmq.EVENT_DISCONNECTED and self.connected:
             self.connected = False
-            self._inbound = _Inbound()
+            self._inbound.end_session()
             self._outbound = _Outbound(new_incarnation())
             self._on_lost()
 

@@ -243,7 +243,8 @@ class Client:
             while (item := self._call(following(items))) is not None:
                 yield item
         finally:
-            self._loop.call_soon_threadsafe(stream.abort)
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(stream.abort)
 
     def generate(self, prompt: Prompt, params: SamplingParams) -> list[tuple[str, Finished]]:
         """Send a request and wait for all its choices: text and end of each, in order of index."""

@@ -19,7 +19,10 @@ class Decoder(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
 
     def __call__(self, data: bytes) -> T:
-        return self._decoder.decode(data)
+        try:
+            return self._decoder.decode(data)
+        except RecursionError:
+            raise msgspec.DecodeError("nested too deeply") from None
 
 
 def pack_ints(values: Iterable[int]) -> bytes:

@@ -194,7 +194,7 @@ class Submit(Message, frozen=True):
     stop_token_ids: bytes  # int32: end-of-sequence ids (unless ignored) and the request's own
     sampling: SamplingSpec
     namespace: str = ""
-    priority: int = 0
+    external_id: str = ""  # the client's name for it, to tell people by
 
 
 class AbortRequests(Message, frozen=True):

@@ -19,6 +19,7 @@ MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_TEMPERATURE = 2.0
 MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite
 MAX_REPETITION_PENALTY = 2.0
 MAX_BIAS = 100.0
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -56,7 +57,7 @@ def validate_params(params: SamplingParams, model: ModelInfo) -> None:
     _check_float("min_p", params.min_p, 0.0, 1.0)
     _check_float("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     _check_float("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-    _check_float("repetition_penalty", params.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, above=True)
+    _check_float("repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
     _check_int("top_k", params.top_k, -1, model.vocab_size)
     _check_int("n", params.n, 1, MAX_CHOICES)
     if params.seed is not None:

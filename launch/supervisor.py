@@ -39,9 +39,13 @@ ROLE_MODULES: Mapping[str, str] = {
 }
 
 _FAIL_SECONDS = 2.0  # for the others to tell their clients, once one process has died
+_LAST_WORDS_SECONDS = 0.3  # of that, what even a second signal leaves them
 _EXIT_SECONDS = 0.5  # for an idle process to end by itself
 _TERM_SECONDS = 1.0  # between TERM and KILL
 _RESTART_WINDOW = 60.0  # seconds in which deaths are counted
+
+
+_SHUTTING_DOWN = "the server is shutting down and could not wait for this request to finish"
 
 
 class Engine(Struct, frozen=True, kw_only=True):
@@ -236,6 +240,8 @@ class Supervisor:
                 return
             if not quiet:
                 self._display.say(f"{role}: still busy after the drain timeout")
+                for process in group:
+                    process.order(Fail(_SHUTTING_DOWN))
             await self._end(group)
 
     def _is_quiet(self, group: list[Process]) -> bool:
@@ -253,17 +259,18 @@ class Supervisor:
             await self._until(gone, _TERM_SECONDS)
 
     async def _end_all(self) -> None:
-        """Whatever still lives ends now: told why and given time if the engine was lost, else at once."""
+        """Whatever still lives ends now, but first it is told why, and has time to tell its clients."""
         if self._failure is not None:
             self._display.say(self._failure)
         alive = [process for process in self._processes if process.alive]
         patience = self._signals
         for process in alive:
             process.told_to_end = True
+            process.order(Fail(self._failure or _SHUTTING_DOWN))
+        if any(process.ready for process in alive):
+            await self._wait_exits(_LAST_WORDS_SECONDS, None)
             if self._failure is not None:
-                process.order(Fail(self._failure))
-        if self._failure is not None and any(process.ready for process in alive):
-            await self._wait_exits(_FAIL_SECONDS, patience)
+                await self._wait_exits(_FAIL_SECONDS - _LAST_WORDS_SECONDS, patience)
         for process in alive:
             process.send_signal(signal.SIGTERM)
         await self._wait_exits(_TERM_SECONDS, patience)
@@ -272,9 +279,11 @@ class Supervisor:
         while any(process.alive for process in self._processes):
             await self._wait_change(None)
 
-    async def _wait_exits(self, seconds: float, patience: int) -> None:
-        """Wait for all to end; a further signal, or the second, cuts it short."""
+    async def _wait_exits(self, seconds: float, patience: int | None) -> None:
+        """Wait for all to end; with `patience`, the signals so far, a further signal or the second cuts it short."""
         deadline = time.monotonic() + seconds
-        while any(p.alive for p in self._processes) and self._signals == patience and self._signals < 2:
+        while any(process.alive for process in self._processes):
+            if patience is not None and (self._signals != patience or self._signals > 1):
+                return
             if not await self._wait_change(deadline):
                 return

@@ -310,6 +310,6 @@ class SchedulerCore:
             aborted=counters.aborted,
             refused=counters.refused,
             oldest_request_seconds=0.0 if stuck is None else max(0.0, time - stuck.last_progress),
-            stuck_request="" if stuck is None else str(stuck.request_id),
+            stuck_request="" if stuck is None else stuck.external_id or str(stuck.request_id),
             device_busy_seconds=counters.device_busy_us / 1e6,
         )

@@ -5,6 +5,14 @@ from scheduler_proc.radix_tree import Node
 from scheduler_proc.request import State
 
 
+def _blocks_to_root(node: Node | None) -> set[int]:
+    blocks: set[int] = set()
+    while node is not None:
+        blocks.update(node.blocks)
+        node = node.parent
+    return blocks
+
+
 def violations(core: SchedulerCore) -> list[str]:
     """Everything that is wrong with the blocks, locks, rows and queues; empty when all is well."""
     found: list[str] = []
@@ -33,6 +41,13 @@ def violations(core: SchedulerCore) -> list[str]:
     locks: dict[int, int] = {}
     for request in core.requests.values():
         held: Node | None = request.lock
+        if len(set(request.block_table)) != len(request.block_table):
+            found.append(f"request {request.request_id} has a block twice")
+        if not request.private_blocks <= set(request.block_table):
+            found.append(f"request {request.request_id} keeps private blocks outside its table")
+        shared = set(request.block_table) - request.private_blocks
+        if shared != _blocks_to_root(held):
+            found.append(f"request {request.request_id} holds other blocks of the tree than it uses")
         while held is not None:
             locks[id(held)] = locks.get(id(held), 0) + 1
             held = held.parent
@@ -54,4 +69,6 @@ def violations(core: SchedulerCore) -> list[str]:
             found.append(f"a request in the {state.name} queue is in another state")
     if len(planner.waiting) + len(planner.running) != len(core.requests):
         found.append("a request is in no queue or in two")
+    if core.requests and not core.steps_in_flight:
+        found.append(f"{len(core.requests)} requests are here and no step runs: nothing would ever happen again")
     return found

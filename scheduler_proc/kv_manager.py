@@ -1,7 +1,7 @@
 """Blocks of requests: prefix reuse, allocation with eviction, release. Joins the pool and the radix tree."""
 
 from scheduler_proc.block_pool import BlockPool
-from scheduler_proc.radix_tree import RadixTree
+from scheduler_proc.radix_tree import Node, RadixTree
 from scheduler_proc.request import Request
 
 
@@ -69,34 +69,49 @@ class KVManager:
         return fresh
 
     def publish(self, request: Request) -> None:
-        """Offer the request's confirmed full blocks to the tree, so that others can share them."""
-        if not self._prefix_cache:
-            return
-        full = min(request.num_confirmed, len(request.tokens)) // self.block_size
-        if full * self.block_size <= (0 if request.lock is None else self._depth(request)):
+        """Offer a running request's confirmed full blocks to the tree, so that others can share them.
+
+        Not once the tree has got the same tokens from another request: this one would then hold the tree's blocks
+        besides its own, more than its admission counted on, and could wait forever for a block that is there twice.
+        """
+        full = self._num_full(request)
+        if not self._prefix_cache or full <= self._num_held(request):
             return
         tokens = request.tokens[: full * self.block_size].tobytes()
-        node, taken = self.tree.insert(tokens, request.block_table[:full], request.namespace)
-        request.private_blocks.difference_update(taken)
-        self.num_private -= len(taken)
-        assert node is not None
+        known, _ = self.tree.match(tokens, request.namespace)
+        if len(known) > self._num_held(request):
+            return
+        node = self._insert(request, tokens, full)
         self.tree.lock(node)
         if request.lock is not None:
             self.tree.unlock(request.lock)
         request.lock = node
 
-    def _depth(self, request: Request) -> int:
-        """Tokens from the root to the end of the node that the request holds."""
-        depth = 0
+    def _insert(self, request: Request, tokens: bytes, full: int) -> Node:
+        node, taken = self.tree.insert(tokens, request.block_table[:full], request.namespace)
+        assert node is not None
+        request.private_blocks.difference_update(taken)
+        self.num_private -= len(taken)
+        return node
+
+    def _num_full(self, request: Request) -> int:
+        """Blocks of which every position has been computed."""
+        return min(request.num_confirmed, len(request.tokens)) // self.block_size
+
+    def _num_held(self, request: Request) -> int:
+        """Blocks from the root to the end of the node that the request holds."""
+        held = 0
         node = request.lock
         while node is not None:
-            depth += len(node.blocks)
+            held += len(node.blocks)
             node = node.parent
-        return depth * self.block_size
+        return held
 
     def release(self, request: Request, last_step: int | None) -> None:
         """Take all blocks from a request; what it computed stays in the tree. `last_step`: the last that names them."""
-        self.publish(request)
+        full = self._num_full(request)
+        if self._prefix_cache and full > self._num_held(request):
+            self._insert(request, request.tokens[: full * self.block_size].tobytes(), full)
         if request.lock is not None:
             self.tree.unlock(request.lock)
             request.lock = None

@@ -183,6 +183,8 @@ class RadixTree:
                 del parent.children[node.key[: self._block_bytes]]
                 node.blocks = []
                 self._offer(parent)
+                if parent.parent is None and not parent.children:
+                    self._roots = {name: root for name, root in self._roots.items() if root is not parent}
         return freed
 
     def nodes(self) -> Iterator[Node]:

@@ -26,6 +26,7 @@ class Request:
         "block_table",
         "cached_tokens",
         "epoch",
+        "external_id",
         "key",
         "last_progress",
         "lock",
@@ -49,6 +50,7 @@ class Request:
     def __init__(self, peer: bytes, submit: Submit, tokens: "array[int]", arrival: float) -> None:
         self.peer = peer
         self.request_id = submit.request_id
+        self.external_id = submit.external_id
         self.namespace = submit.namespace
         self.max_tokens = submit.max_tokens
         self.min_tokens = submit.min_tokens

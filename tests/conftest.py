@@ -1,4 +1,7 @@
-"""Fixtures shared by all tests: what a test needs from outside the repository is found here, or it skips saying so."""
+"""Fixtures shared by all tests: what a test needs from outside the repository is found here, or it skips saying so.
+
+Ids such as B089 in test names and docstrings are those of shared/cases/cases.jsonl: what other servers got wrong.
+"""
 
 import os
 from pathlib import Path

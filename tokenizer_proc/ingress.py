@@ -87,6 +87,7 @@ def submits(request_ids: Sequence[int], prompt: Sequence[int], message: Generate
             stop_token_ids,
             _sampling(params, seed, stop_token_ids if params.min_tokens else b""),
             message.namespace,
+            external_id=message.external_id,
         )
 
 

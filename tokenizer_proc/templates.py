@@ -41,6 +41,7 @@ class TemplateRenderer:
         self._setup = Setup(template, dict(special_tokens), timeout)
         self._timeout = timeout
         self._lock = asyncio.Lock()
+        self._exchange: asyncio.Task[str] | None = None  # with the child; holds the lock
         self._child: asyncio.subprocess.Process | None = None
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
@@ -58,7 +59,9 @@ class TemplateRenderer:
                 raise TemplateError("the process that renders chat templates does not start") from None
 
     async def close(self) -> None:
-        """End the child."""
+        """End the child, whatever it is doing."""
+        if self._exchange is not None:
+            self._exchange.cancel()
         async with self._lock:
             await self._kill()
 
@@ -97,21 +100,33 @@ class TemplateRenderer:
         return adds
 
     async def _render(self, request: Render) -> str:
-        async with self._lock:
-            for attempt in (1, 2):
-                try:
-                    await self._ensure_child()
-                    return await self._ask(request, self._timeout)
-                except _ChildGone:
-                    # Not the template's time limit; so worth one more try, unless this request is what ends it.
-                    log.warning("the template process ended unexpectedly (attempt %d of 2)", attempt)
-                    await self._kill()
-                except TimeoutError:
-                    await self._kill()
-                    raise TemplateError(
-                        f"the chat template took longer than {self._timeout:g} s for these messages"
-                    ) from None
-            raise TemplateError("the chat template could not be rendered for these messages")
+        await self._lock.acquire()
+        # A task of its own, which a caller that gives up does not cancel: an answer that nobody reads would be taken
+        # for the next one's, and a new child would cost everybody else its start.
+        exchange = self._exchange = asyncio.create_task(self._ask_twice(request))
+        exchange.add_done_callback(self._exchanged)
+        await asyncio.wait({exchange})
+        return exchange.result()
+
+    def _exchanged(self, exchange: asyncio.Task[str]) -> None:
+        self._exchange = None
+        self._lock.release()
+        if not exchange.cancelled():
+            exchange.exception()  # marks it as seen, when the caller has gone
+
+    async def _ask_twice(self, request: Render) -> str:
+        for attempt in (1, 2):
+            try:
+                await self._ensure_child()
+                return await self._ask(request, self._timeout)
+            except _ChildGone:
+                # Not the template's time limit; so worth one more try, unless this request is what ends it.
+                log.warning("the template process ended unexpectedly (attempt %d of 2)", attempt)
+                await self._kill()
+            except TimeoutError:
+                await self._kill()
+                raise TemplateError(f"rendering the chat template took longer than {self._timeout:g} seconds") from None
+        raise TemplateError("the chat template could not be rendered for these messages")
 
     async def _ensure_child(self) -> None:
         if self._child is not None and self._child.returncode is None:
@@ -151,10 +166,6 @@ class TemplateRenderer:
             if isinstance(error, TimeoutError):  # in Python 3.11 it is an OSError
                 raise
             raise _ChildGone from None
-        except asyncio.CancelledError:
-            # An answer that nobody reads would be taken for the next one's.
-            await self._kill()
-            raise
         if isinstance(answer, Refused):
             raise TemplateError(answer.message)
         return answer.text

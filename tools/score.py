@@ -123,6 +123,8 @@ def main(argv: list[str] | None = None) -> int:
     tolerance = TOLERANCES[arguments.dtype]
     try:
         rows = [json.loads(line) for line in arguments.reference.read_text().splitlines()]
+        if not rows:
+            raise ValueError(f"{arguments.reference}: there are no rows in this file")
         model = load(arguments.model, arguments.dtype, arguments.threads)
     except (OSError, ValueError, StartError) as error:
         print(f"tools.score: {error}", file=sys.stderr)

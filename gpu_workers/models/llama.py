@@ -46,14 +46,13 @@ class LlamaModel:
         self.num_kv_heads = arch.num_kv_heads // comm.size
         self._vocab_shard = -(-arch.vocab_size // comm.size)
         self._vocab_start = comm.rank * self._vocab_shard
-        tied = arch.tie_embeddings or "lm_head.weight" not in weights
-        expected = expected_tensors(arch, tied)
+        expected = expected_tensors(arch)
         weights.require(expected)
         weights.forbid_others(expected, ignored=_is_derived)
         self._load_rope(weights, max_length or arch.max_position)
         embedding = self._vocabulary_rows(weights.take("model.embed_tokens.weight"))
         self._embedding = backend.load_tensor(embedding)
-        head = embedding if tied else self._vocabulary_rows(weights.take("lm_head.weight"))
+        head = embedding if arch.tie_embeddings else self._vocabulary_rows(weights.take("lm_head.weight"))
         self._head = backend.load_linear(head, None, torch.float32)
         self._norm = backend.load_tensor(weights.take("model.norm.weight"))
         del embedding, head
@@ -168,7 +167,7 @@ def check_tensor_parallel(arch: ModelArch, size: int) -> None:
         )
 
 
-def expected_tensors(arch: ModelArch, tied: bool) -> dict[str, tuple[int, ...]]:
+def expected_tensors(arch: ModelArch) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the checkpoint, under its Hugging Face name."""
     hidden, width = arch.hidden_size, arch.intermediate_size
     queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
@@ -185,7 +184,7 @@ def expected_tensors(arch: ModelArch, tied: bool) -> dict[str, tuple[int, ...]]:
         "model.embed_tokens.weight": (arch.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
-    if not tied:
+    if not arch.tie_embeddings:
         shapes["lm_head.weight"] = (arch.vocab_size, hidden)
     for index in range(arch.num_layers):
         prefix = f"model.layers.{index}."

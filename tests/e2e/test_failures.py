@@ -91,6 +91,27 @@ def test_sigterm_lets_running_requests_finish(model_path: Path) -> None:
     assert server.survivors(5) == []
 
 
+@pytest.mark.parametrize("signals", [1, 2])
+def test_requests_that_cannot_finish_are_told_so_at_the_end(model_path: Path, signals: int) -> None:
+    async def main(server: Server) -> list[Answer]:
+        async with client_session() as session:
+            body = {"model": "smol", "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+            tasks = [asyncio.create_task(post(session, server.url + "/v1/completions", body)) for _ in range(4)]
+            await asyncio.sleep(1.5)
+            for _ in range(signals):
+                server.process.send_signal(signal.SIGTERM)
+                await asyncio.sleep(0.2)
+            return await asyncio.gather(*tasks)
+
+    server = Server(model_path, *FLAGS, "--drain-timeout", "1" if signals == 1 else "60")
+    for answer in asyncio.run(main(server)):
+        assert answer.error is not None
+        assert "shutting down" in answer.error["message"]
+        assert not answer.done
+    assert server.wait(15) == signals - 1
+    assert server.survivors(5) == []
+
+
 def test_after_a_death_the_engine_restarts_and_serves_again(model_path: Path) -> None:
     async def main(server: Server) -> None:
         async with client_session() as session:

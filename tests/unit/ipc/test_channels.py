@@ -156,7 +156,15 @@ def test_garbage_cuts_off_its_sender_and_nobody_else(tmp_path: Path) -> None:
         await until(lambda: good.connected)
         good.send(Hello("x"))
         header = struct.pack("<QQ", 1, 0)
-        for number, frames in enumerate(([b"x"], [b"short", b"x"], [header, b"\xc1"], [header, b"", b""])):
+        deep = b"\x91" * 200_000 + b"\x01"  # an array in an array in an array ...
+        hostile = (
+            [b"x"],
+            [b"short", b"x"],
+            [header, b"\xc1"],
+            [header, b"", b""],
+            [header, b"\x93\xa5Abort\x01" + deep],
+        )
+        for number, frames in enumerate(hostile):
             socket = zmq.Context.instance().socket(zmq.DEALER)
             socket.set(zmq.IDENTITY, b"bad%d" % number)
             socket.connect(pair.endpoint)

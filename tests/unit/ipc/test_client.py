@@ -191,3 +191,11 @@ def test_the_blocking_client_times_out_when_nobody_is_there(endpoint: str) -> No
 def test_no_endpoint_is_an_error_that_says_so() -> None:
     with pytest.raises(ValueError, match="endpoints"):
         AsyncClient([])
+
+
+def test_a_stream_may_outlive_its_client(endpoint: str, served: Callable[[], FakeTokenizer]) -> None:
+    client = Client([endpoint], timeout=5)
+    stream = client.stream(TextPrompt("a b c"), SamplingParams())
+    next(stream)
+    client.close()
+    stream.close()

@@ -245,3 +245,20 @@ def test_a_short_request_overtakes_long_ones() -> None:
         engine.step()
     assert all(len(engine.outputs[request_id]) < 40 for request_id in range(32))
     engine.run_to_idle()
+
+
+def test_two_requests_with_one_prompt_fit_where_each_fits_alone() -> None:
+    """The later one keeps its own copy of the prompt; it must not hold the first one's too."""
+    engine = Engine(num_blocks=13, block_size=4, max_seqs=4, max_step_tokens=64)
+    prompt = [i * i % 49 + 1 for i in range(20)]
+    engine.submit(0, prompt, 1, stops=())
+    engine.submit(1, prompt, 30, stops=())
+    engine.run_to_idle()
+    assert len(engine.outputs[1]) == 30
+
+
+def test_a_stuck_request_is_named_as_its_client_names_it() -> None:
+    engine = Engine()
+    engine.core.handle(Arrived(1.0, PEER, Submit(7, pack_ints([1]), 9, 0, b"", GREEDY, external_id="mine")))
+    stats = engine.core.stats(3.5, 0.0)
+    assert (stats.stuck_request, stats.oldest_request_seconds) == ("mine", 2.5)
