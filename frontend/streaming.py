@@ -52,7 +52,6 @@ class EventStream:
             transport.abort()
             raise ClientGone
 
-
     async def _prepare(self, transport: asyncio.WriteTransport) -> None:
         async with self._preparing:
             if self._prepared:

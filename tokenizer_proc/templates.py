@@ -101,8 +101,8 @@ class TemplateRenderer:
 
     async def _render(self, request: Render) -> str:
         await self._lock.acquire()
-        # A task of its own, which a caller that gives up does not cancel: an answer that nobody reads would be taken
-        # for the next one's, and a new child would cost everybody else its start.
+        # A task of its own, which a caller that gives up does not cancel: the child would have to be killed, and
+        # everybody else would wait for a new one.
         exchange = self._exchange = asyncio.create_task(self._ask_twice(request))
         exchange.add_done_callback(self._exchanged)
         await asyncio.wait({exchange})
@@ -125,7 +125,7 @@ class TemplateRenderer:
                 await self._kill()
             except TimeoutError:
                 await self._kill()
-                raise TemplateError(f"rendering the chat template took longer than {self._timeout:g} seconds") from None
+                raise TemplateError(f"rendering the chat template took longer than {self._timeout:g} s") from None
         raise TemplateError("the chat template could not be rendered for these messages")
 
     async def _ensure_child(self) -> None:
@@ -166,6 +166,10 @@ class TemplateRenderer:
             if isinstance(error, TimeoutError):  # in Python 3.11 it is an OSError
                 raise
             raise _ChildGone from None
+        except asyncio.CancelledError:
+            # Only when this process ends. An answer that nobody reads would be taken for the next one's.
+            await self._kill()
+            raise
         if isinstance(answer, Refused):
             raise TemplateError(answer.message)
         return answer.text

@@ -2,17 +2,22 @@
 
 import json
 import re
+import resource
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ipc.client import Client, RequestFailed
 from ipc.codec import pack_ints
 from ipc.messages import ChatMessage, ChatPrompt, SamplingParams, TextPrompt, TokenPrompt
-from tests.e2e.server import REPOSITORY, Server
+from tests.e2e.server import REPOSITORY, Server, is_alive, process_role
 from tests.e2e.sse import post_all
 
 
@@ -72,11 +77,16 @@ def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": request}) + "\n"
 
 
+def engine_flags(model_path: Path) -> tuple[str, ...]:
+    model = ("--model", str(model_path), "--served-model-name", "smol", "--dtype", "float32")
+    return (*model, "--kv-memory", "64MiB", "--max-model-len", "512")
+
+
 def test_a_batch_is_answered_and_can_be_resumed(model_path: Path, server: Server, tmp_path: Path) -> None:
     requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     requests.write_text(line("a") + line("bad", temperature=9) + "\n" + line("b", prompt="x", n=2))
-    flags = ("--model", str(model_path), "--served-model-name", "smol", "--dtype", "float32", "--kv-memory", "64MiB")
-    done = run_batch(str(requests), str(answers), *flags, "--max-model-len", "512")
+    flags = engine_flags(model_path)
+    done = run_batch(str(requests), str(answers), *flags)
     assert done.returncode == 1, "one answer is an error"
     assert "3/3 answered, 1 with an error" in done.stderr
     got = {answer["custom_id"]: answer["response"] for answer in map(json.loads, answers.read_text().splitlines())}
@@ -87,7 +97,8 @@ def test_a_batch_is_answered_and_can_be_resumed(model_path: Path, server: Server
 
     lines = answers.read_text().splitlines(keepends=True)
     answers.write_text("".join(lines[:2]) + lines[2][:30])  # as an interruption leaves it
-    resumed = run_batch(str(requests), str(answers), "--resume", *flags, "--max-model-len", "512")
+    resumed = run_batch(str(requests), str(answers), "--resume", *flags)
+    assert resumed.returncode == 1, "an earlier run's answer is an error"
     assert "2 answered by an earlier run, 1 to go" in resumed.stderr
     assert sorted(json.loads(answer)["custom_id"] for answer in answers.read_text().splitlines()) == ["a", "b", "bad"]
 
@@ -119,4 +130,99 @@ def test_an_existing_output_is_not_overwritten(tmp_path: Path) -> None:
     done = run_batch(str(requests), str(answers), "--model", "nowhere.gguf")
     assert done.returncode == 2
     assert "--resume" in done.stderr
+    resumed = run_batch(str(requests), str(answers), "--resume", "--model", "nowhere.gguf")
+    assert resumed.returncode == 2, "there is nothing an interruption can have cut off before the first line's end"
     assert answers.read_text() == "precious"
+
+
+def test_an_engine_that_does_not_start_leaves_no_output(tmp_path: Path) -> None:
+    requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests.write_text(line("a"))
+    done = run_batch(str(requests), str(answers), "--model", "nowhere.gguf")
+    assert done.returncode == 2
+    assert "the engine did not start" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not answers.exists()
+
+
+class Batch:
+    """A batch of eight long requests under way: all processes are there, and some answers."""
+
+    def __init__(self, folder: Path, model_path: Path, prepare: Callable[[], None] | None = None) -> None:
+        requests, self.answers = folder / "in.jsonl", folder / "out.jsonl"
+        self.names = {f"r{number}" for number in range(8)}
+        requests.write_text(
+            "".join(line(name, prompt=name, max_tokens=100, ignore_eos=True) for name in sorted(self.names))
+        )
+        arguments = (str(requests), str(self.answers), "--concurrency", "2", *engine_flags(model_path))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tools.batch", *arguments],
+            cwd=REPOSITORY,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=prepare,
+        )
+        self.children: list[psutil.Process] = []
+
+    def wait_for_answers(self, count: int) -> None:
+        deadline = time.monotonic() + 60
+        while not self.answers.exists() or self.answers.read_bytes().count(b"\n") < count:
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+
+    def assert_nothing_is_left(self) -> None:
+        _, alive = psutil.wait_procs(self.children, timeout=20)
+        left = [child for child in alive if is_alive(child)]
+        for child in left:
+            child.kill()
+        assert not left
+
+
+def test_a_batch_outlives_the_death_of_a_worker(tmp_path: Path, model_path: Path) -> None:
+    batch = Batch(tmp_path, model_path)
+    batch.wait_for_answers(1)
+    (worker,) = (child for child in batch.children if process_role(child) == "worker-0")
+    worker.kill()
+    _, stderr = batch.process.communicate(timeout=120)
+    assert "starting again" in stderr
+    assert batch.process.returncode == 0, stderr
+    got = [json.loads(answer) for answer in batch.answers.read_text().splitlines()]
+    assert sorted(answer["custom_id"] for answer in got) == sorted(batch.names)
+    assert {answer["response"]["status_code"] for answer in got} == {200}
+    batch.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_stopped_batch_takes_its_engine_with_it(
+    tmp_path: Path, model_path: Path, number: signal.Signals, status: int
+) -> None:
+    batch = Batch(tmp_path, model_path)
+    batch.wait_for_answers(1)
+    batch.process.send_signal(number)
+    if number == signal.SIGKILL:
+        batch.process.wait(20)
+    else:
+        _, stderr = batch.process.communicate(timeout=20)
+        assert "--resume" in stderr
+        assert "Traceback" not in stderr
+    assert batch.process.returncode == status
+    batch.assert_nothing_is_left()
+    got = [json.loads(answer)["response"]["status_code"] for answer in batch.answers.read_text().splitlines()]
+    assert set(got) == {200}, "what was cut off has no answer"
+    assert len(got) < len(batch.names)
+
+
+def test_a_full_disk_is_one_clear_line(tmp_path: Path, model_path: Path) -> None:
+    """As seen by the batch: a limit on the size of its files, which holds two answers or three."""
+    batch = Batch(tmp_path, model_path, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)))
+    _, stderr = batch.process.communicate(timeout=60)
+    assert batch.process.returncode == 2, stderr
+    assert "Traceback" not in stderr
+    assert f"{batch.answers}: File too large" in stderr
+    assert "--resume" in stderr
+    for answer in batch.answers.read_bytes().splitlines():
+        assert json.loads(answer)["response"]["status_code"] == 200

@@ -3,7 +3,7 @@
 What it answers depends on the last line of the prompt:
 
 - `hang`: one token, then nothing until the client aborts
-- `mute`: nothing at all
+- `mute`: nothing at all, until the test says how to go on
 - `refuse`: a 429 before anything else
 - `fail`: one token, then a 503
 - `flood`: text as fast as it can, until the client aborts
@@ -81,6 +81,7 @@ class FakeEngine:
         self._welcome = welcome
         self._peers: list[bytes] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._asked_by: dict[int, bytes] = {}
         self._changed = threading.Condition()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -116,10 +117,19 @@ class FakeEngine:
             with self._changed:
                 self.requests.append(message)
                 self._changed.notify_all()
-            self._tasks[message.request_id] = self._loop.create_task(self._answer(peer, message))
+            self._asked_by[message.request_id] = peer
+            self._begin(message, last_line(message))
 
-    async def _answer(self, peer: bytes, request: Generate) -> None:
-        kind, name = last_line(request), request.request_id
+    def _begin(self, request: Generate, kind: str) -> None:
+        peer = self._asked_by[request.request_id]
+        self._tasks[request.request_id] = self._loop.create_task(self._answer(peer, request, kind))
+
+    def go_on(self, request: Generate, kind: str) -> None:
+        """Answer a mute request after all, as if `kind` had been the last line of its prompt."""
+        self._loop.call_soon_threadsafe(self._begin, request, kind)
+
+    async def _answer(self, peer: bytes, request: Generate, kind: str) -> None:
+        name = request.request_id
         if kind == "mute":
             return
         if kind == "refuse":

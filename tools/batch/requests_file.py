@@ -10,11 +10,9 @@ from typing import Literal, get_args
 import msgspec
 from msgspec import Raw, Struct
 
+from tools.batch.errors import BatchError
+
 Url = Literal["/v1/chat/completions", "/v1/completions"]
-
-
-class BatchError(Exception):
-    """The file cannot be used; the text names the line."""
 
 
 class BatchLine(Struct, frozen=True):
@@ -31,7 +29,7 @@ class _Stream(Struct, frozen=True):
 
 
 def read_requests(path: Path) -> list[BatchLine]:
-    """All lines of the file; empty ones are passed over. Raises `BatchError`."""
+    """All lines of the file; empty ones are passed over. Raises `BatchError`, which names the line, and `OSError`."""
     lines: list[BatchLine] = []
     seen: dict[str, int] = {}
     decode = msgspec.json.Decoder(BatchLine).decode
@@ -42,18 +40,18 @@ def read_requests(path: Path) -> list[BatchLine]:
             try:
                 line = decode(text)
                 streams = msgspec.json.decode(line.body, type=_Stream).stream
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 urls = " or ".join(get_args(Url))
                 raise BatchError(
-                    f"line {number}: {error} (a line has custom_id, method POST, url {urls}, and body)"
+                    f"{path}: line {number}: {error} (a line has custom_id, method POST, url {urls}, and body)"
                 ) from None
             if streams:
-                raise BatchError(f"line {number}: stream is not possible in a batch")
+                raise BatchError(f"{path}: line {number}: stream is not possible in a batch")
             if line.custom_id in seen:
                 first = seen[line.custom_id]
-                raise BatchError(f"line {number}: custom_id {line.custom_id!r} is already used in line {first}")
+                raise BatchError(f"{path}: line {number}: custom_id {line.custom_id!r} is already used in line {first}")
             seen[line.custom_id] = number
             lines.append(line)
     if not lines:
-        raise BatchError("there is no request in the file")
+        raise BatchError(f"{path}: there is no request in the file")
     return lines

@@ -19,7 +19,16 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeEngine]:
 @pytest.fixture(scope="module")
 def frontend(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
     """A ready frontend; at the end of the module it must have logged no traceback."""
-    frontend = Frontend(tmp_path_factory.mktemp("run"), engine, max_body_bytes=1 << 20, keepalive_seconds=0.2)
+    yield from _run(Frontend(tmp_path_factory.mktemp("run"), engine, max_body_bytes=1 << 20))
+
+
+@pytest.fixture(scope="module")
+def talkative(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
+    """A frontend that soon sends comments on silent streams. How soon is up to the machine's load."""
+    yield from _run(Frontend(tmp_path_factory.mktemp("run"), engine, keepalive_seconds=0.2))
+
+
+def _run(frontend: Frontend) -> Iterator[Frontend]:
     yield frontend.wait_until_ready()
     frontend.close()
     assert b"Traceback" not in frontend.stderr, frontend.stderr.decode()

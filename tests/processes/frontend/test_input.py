@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from typing import Any
 
 import pytest
@@ -98,6 +99,26 @@ def test_compressed_bodies_are_refused(frontend: Frontend) -> None:
     answer = frontend.request("POST", CHAT, b"\x1f\x8b\x08\x00", {"Content-Encoding": "gzip"})
     assert answer.status == 415
     answer.error()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/models", "/health/live"])
+def test_unknown_expectations_get_an_error_object(frontend: Frontend, path: str) -> None:
+    body = GOOD_CHAT if path == CHAT else None
+    answer = frontend.request("POST" if body else "GET", path, body, {"Expect": "a-miracle", "x-request-id": "hopeful"})
+    assert (answer.status, answer.headers["Content-Type"].partition(";")[0]) == (417, "application/json")
+    assert "100-continue" in answer.error()["message"]
+    assert answer.headers["x-request-id"] == "hopeful"
+
+
+def test_a_client_that_waits_for_100_continue_is_asked_for_its_body(frontend: Frontend) -> None:
+    body = json.dumps(GOOD_CHAT).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nExpect: 100-Continue\r\nContent-Length: {len(body)}\r\n"
+    with socket.create_connection(("127.0.0.1", frontend.port), timeout=20) as connection:
+        connection.sendall(head.encode() + b"Connection: close\r\n\r\n")
+        stream = connection.makefile("rb")
+        assert (stream.readline(), stream.readline()) == (b"HTTP/1.1 100 Continue\r\n", b"\r\n")
+        connection.sendall(body)
+        assert stream.readline() == b"HTTP/1.1 200 OK\r\n"
 
 
 @pytest.mark.parametrize("where", ["content", "name", "stop", "model", "unknown", "role"])

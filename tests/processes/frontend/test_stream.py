@@ -1,6 +1,7 @@
 """The stream contract, on the wire."""
 
 import contextlib
+import http.client
 import json
 import socket
 from typing import Any
@@ -111,8 +112,8 @@ def test_one_of_several_prompts_failing_ends_all(frontend: Frontend, engine: Fak
     engine.wait_for_abort(hanging.request_id)
 
 
-def test_silent_streams_get_comments(frontend: Frontend, engine: FakeEngine) -> None:
-    connection = frontend.connect()
+def test_silent_streams_get_comments(talkative: Frontend, engine: FakeEngine) -> None:
+    connection = talkative.connect()
     connection.request("POST", CHAT, json.dumps(chat_body("hang", stream=True)), {"x-request-id": "silent"})
     response = connection.getresponse()
     seen = b""
@@ -120,6 +121,43 @@ def test_silent_streams_get_comments(frontend: Frontend, engine: FakeEngine) -> 
         seen += response.read1(65536)
     connection.close()
     engine.wait_for_abort(engine.wait_for_request("silent").request_id)
+
+
+def read_until(response: http.client.HTTPResponse, end: bytes) -> bytes:
+    seen = b""
+    while end not in seen:
+        part = response.read1(65536)
+        assert part, "the stream has ended"
+        seen += part
+    return seen
+
+
+def test_comments_come_before_the_first_token_too(talkative: Frontend, engine: FakeEngine) -> None:
+    connection = talkative.connect()
+    connection.request("POST", CHAT, json.dumps(chat_body("mute", stream=True)), {"x-request-id": "late-token"})
+    response = connection.getresponse()
+    assert response.status == 200
+    assert response.headers["x-request-id"] == "late-token"
+    data = read_until(response, b": keep-alive\n\n")
+    assert b"data:" not in data
+    engine.go_on(engine.wait_for_request("late-token"), "")
+    data += response.read()
+    connection.close()
+    answer = Answer(response.status, dict(response.headers.items()), data)
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks_of(answer, chat=True))
+    assert text == expected_text(0, 4)
+
+
+def test_a_failure_after_the_first_comment_is_an_error_event(talkative: Frontend, engine: FakeEngine) -> None:
+    connection = talkative.connect()
+    connection.request("POST", CHAT, json.dumps(chat_body("mute", stream=True)), {"x-request-id": "late-refusal"})
+    response = connection.getresponse()
+    data = read_until(response, b": keep-alive\n\n")
+    engine.go_on(engine.wait_for_request("late-refusal"), "refuse")
+    data += response.read()
+    connection.close()
+    (event,) = Answer(response.status, {}, data).events()
+    assert json.loads(event)["error"]["code"] == "full"
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -74,7 +74,7 @@ def test_small_forms() -> None:
     assert chat(logprobs=True).params.logprobs == 0
     assert chat(max_tokens=3, max_completion_tokens=4).params.max_tokens == 4
     assert chat(model="org/m").model == "org/m"
-    chat(tools=[], tool_choice="none", response_format={"type": "text"})
+    chat(tools=[], tool_choice="none", response_format={"type": "text"}, modalities=["text"])
     assert chat(stream=True, stream_options={"include_usage": True}).include_usage
 
 
@@ -177,6 +177,11 @@ def test_both_kinds_refuse_by_name(fields: dict[str, Any], param: str) -> None:
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": "auto"}, "function_call"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"modalities": []}, "modalities"),
+        ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
+        ({"audio": {}}, "audio"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"top_logprobs": 1, "logprobs": False}, "top_logprobs"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),

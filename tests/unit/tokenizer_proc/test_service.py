@@ -96,7 +96,7 @@ class Bench:
 
     def generate(self, request_id: int = 1, prompt: Prompt | None = None, peer: bytes = PEER, **params: Any) -> None:
         self.service.from_client(
-            peer, Generate(request_id, prompt or TextPrompt("hello"), SamplingParams(**params), namespace="ns")
+            peer, Generate(request_id, prompt or TextPrompt("hello"), SamplingParams(**params), "trace-7", "ns")
         )
 
     def step(self, *rows: RowOutput | Failed) -> None:
@@ -133,7 +133,7 @@ def test_submit_has_what_the_client_asked_for() -> None:
     assert list(unpack_ints(submit.token_ids)) == [HELLO]
     assert submit.max_tokens == 63
     assert sorted(unpack_ints(submit.stop_token_ids)) == sorted([9, EOS])
-    assert submit.namespace == "ns"
+    assert (submit.namespace, submit.external_id) == ("ns", "trace-7")
     sampling = submit.sampling
     assert (sampling.temperature, sampling.top_k, sampling.logprobs) == (0.5, 0, 0)
     assert sampling.seed == (1 << 64) - 1
@@ -166,6 +166,7 @@ def test_choices_have_seeds_of_their_own() -> None:
     bench = Bench()
     bench.generate(n=3, seed=5)
     assert [submit.sampling.seed for submit in bench.submits] == [5, 6, 7]
+    assert {submit.external_id for submit in bench.submits} == {"trace-7"}
     assert len({submit.request_id for submit in bench.submits}) == 3
     bench.generate(2, n=16)
     seeds = [submit.sampling.seed for submit in bench.submits[3:]]

@@ -131,7 +131,7 @@ def test_a_slow_template_is_killed_and_the_next_request_served() -> None:
     async def work(renderer: TemplateRenderer) -> tuple[int | None, int | None, str]:
         await renderer.start()
         first = renderer.child_pid
-        with pytest.raises(TemplateError, match=r"longer than 0\.5 s"):
+        with pytest.raises(TemplateError, match=r"took longer than 0\.5 s"):
             await renderer.render(chat(("user", "loop")))
         return first, renderer.child_pid, await renderer.render(chat(("user", "Hi")))
 
@@ -151,7 +151,46 @@ def test_a_request_that_is_given_up_does_not_answer_the_next_one() -> None:
         given_up.cancel()
         return await renderer.render(chat(("user", "Hi")))
 
-    assert with_renderer(ENDLESS, work) == "Hi!"
+    assert with_renderer(ENDLESS, work, timeout=0.5) == "Hi!"
+
+
+def test_a_caller_that_gives_up_leaves_the_child_to_the_others() -> None:
+    async def work(renderer: TemplateRenderer) -> None:
+        await renderer.start()
+        child = renderer.child_pid
+        for rounds in range(20):
+            # Cancelled before, while and after the child renders, with others behind it.
+            long = "x" * 500_000
+            given_up = asyncio.create_task(renderer.render(chat(("user", long))))
+            others = [asyncio.create_task(renderer.render(chat(("user", str(at))))) for at in range(3)]
+            await asyncio.sleep(0.0005 * rounds)
+            given_up.cancel()
+            others[1].cancel()
+            results = await asyncio.gather(*others, return_exceptions=True)
+            assert results[0] == "0!"
+            assert results[1] == "1!" or isinstance(results[1], asyncio.CancelledError)
+            assert results[2] == "2!"
+            assert renderer.child_pid == child
+
+    with_renderer(ENDLESS, work)
+
+
+def test_closing_does_not_wait_for_a_rendering() -> None:
+    async def work(renderer: TemplateRenderer) -> tuple[int | None, object]:
+        await renderer.start()
+        child = renderer.child_pid
+        rendering = asyncio.create_task(renderer.render(chat(("user", "loop"))))
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(30):  # the rendering's own limit is far longer
+            await renderer.close()
+        (result,) = await asyncio.gather(rendering, return_exceptions=True)
+        return child, result
+
+    child, result = with_renderer(ENDLESS, work, timeout=600.0)
+    assert isinstance(result, asyncio.CancelledError)
+    assert child is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
 
 
 def test_a_killed_child_is_replaced() -> None:
