@@ -216,7 +216,7 @@ def test_an_odd_tokenizer_file_ends_nothing_or_is_refused(added: object, tmp_pat
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such directory or .gguf file"):
+    with pytest.raises(ValueError, match=r"no such directory or \.gguf file"):
         read_arch(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"there is no config\.json in this directory"):
         read_arch(tmp_path)
