@@ -17,15 +17,17 @@ import pytest
 from ipc.client import Client, RequestFailed
 from ipc.codec import pack_ints
 from ipc.messages import ChatMessage, ChatPrompt, SamplingParams, TextPrompt, TokenPrompt
-from tests.e2e.server import REPOSITORY, Server, is_alive, process_role
+from tests.e2e.server import REPOSITORY, START_SECONDS, Server, is_alive, process_role
 from tests.e2e.sse import post_all
 
 
 @pytest.fixture
 def endpoint(server: Server) -> str:
     """Where the server's own stderr says that ZeroMQ clients connect."""
-    found = re.search(r"ZeroMQ clients: (\S+?)\)?$", server.stderr, re.MULTILINE)
-    assert found, server.stderr
+    deadline = time.monotonic() + 10
+    while not (found := re.search(r"ZeroMQ clients: (\S+?)\)?$", server.stderr, re.MULTILINE)):
+        assert time.monotonic() < deadline, server.stderr
+        time.sleep(0.01)
     return found[1]
 
 
@@ -165,10 +167,12 @@ class Batch:
         self.children: list[psutil.Process] = []
 
     def wait_for_answers(self, count: int) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + START_SECONDS
         while not self.answers.exists() or self.answers.read_bytes().count(b"\n") < count:
             assert self.process.poll() is None, self.process.communicate()[1]
-            assert time.monotonic() < deadline
+            if time.monotonic() > deadline:
+                self.process.kill()
+                raise AssertionError(f"no answer yet: {self.process.communicate()[1]}")
             time.sleep(0.02)
         self.children = psutil.Process(self.process.pid).children(recursive=True)
 
@@ -185,7 +189,7 @@ def test_a_batch_outlives_the_death_of_a_worker(tmp_path: Path, model_path: Path
     batch.wait_for_answers(1)
     (worker,) = (child for child in batch.children if process_role(child) == "worker-0")
     worker.kill()
-    _, stderr = batch.process.communicate(timeout=120)
+    _, stderr = batch.process.communicate(timeout=START_SECONDS)
     assert "starting again" in stderr
     assert batch.process.returncode == 0, stderr
     got = [json.loads(answer) for answer in batch.answers.read_text().splitlines()]
@@ -219,7 +223,7 @@ def test_a_stopped_batch_takes_its_engine_with_it(
 def test_a_full_disk_is_one_clear_line(tmp_path: Path, model_path: Path) -> None:
     """As seen by the batch: a limit on the size of its files, which holds two answers or three."""
     batch = Batch(tmp_path, model_path, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)))
-    _, stderr = batch.process.communicate(timeout=60)
+    _, stderr = batch.process.communicate(timeout=START_SECONDS)
     assert batch.process.returncode == 2, stderr
     assert "Traceback" not in stderr
     assert f"{batch.answers}: File too large" in stderr
