@@ -109,6 +109,7 @@ class _AsyncSocket:
         self.socket = socket
         self._monitor = socket.get_monitor_socket(events)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._retrying = False
         self._on_frames: Callable[[list[bytes]], None] = lambda frames: None
         self._on_event: Callable[[int], None] = lambda event: None
 
@@ -142,9 +143,16 @@ class _AsyncSocket:
         if self._loop is not None and int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._drain)
 
-    def later(self, seconds: float, callback: Callable[[], None]) -> None:
+    def retry_later(self, retry: Callable[[], None]) -> None:
+        """Call `retry` in a moment: once, however often this is asked for meanwhile, and not after `close`."""
+        if self._loop is not None and not self._retrying:
+            self._retrying = True
+            self._loop.call_later(_RETRY_SECONDS, self._run_retry, retry)
+
+    def _run_retry(self, retry: Callable[[], None]) -> None:
+        self._retrying = False
         if self._loop is not None:
-            self._loop.call_later(seconds, callback)
+            retry()
 
     def close(self) -> None:
         if self._loop is not None:
@@ -178,7 +186,6 @@ class AsyncRouter(Generic[In]):
         self._inbound: dict[bytes, _Inbound] = {}
         self._outbound: dict[bytes, _Outbound] = {}
         self._banned: dict[bytes, None] = {}  # in order, so that the oldest can be forgotten
-        self._retrying = False
         socket = _open(zmq.ROUTER)
         socket.set(zmq.ROUTER_MANDATORY, 1)
         socket.set(zmq.ROUTER_HANDOVER, 1)
@@ -210,7 +217,7 @@ class AsyncRouter(Generic[In]):
             log.warning("a peer does not read: cut off with %d messages waiting for it", len(outbound.backlog))
             self.cut_off(peer)
             return False
-        self._retry_later()
+        self._io.retry_later(self._retry)
         return True
 
     def _try_send(self, peer: bytes, frames: tuple[bytes, bytes]) -> bool:
@@ -226,13 +233,7 @@ class AsyncRouter(Generic[In]):
         self._io.sent()
         return True
 
-    def _retry_later(self) -> None:
-        if not self._retrying:
-            self._retrying = True
-            self._io.later(_RETRY_SECONDS, self._retry)
-
     def _retry(self) -> None:
-        self._retrying = False
         waiting = False
         for peer, outbound in list(self._outbound.items()):
             while outbound.backlog and peer in self._inbound:
@@ -241,11 +242,7 @@ class AsyncRouter(Generic[In]):
                     break
                 outbound.backlog.popleft()
         if waiting:
-            self._retry_later()
-
-    def backlog(self) -> int:
-        """Messages that wait for a full peer."""
-        return sum(len(outbound.backlog) for outbound in self._outbound.values())
+            self._io.retry_later(self._retry)
 
     def cut_off(self, peer: bytes) -> None:
         """Send nothing more to this peer and hear nothing more from it."""
@@ -323,7 +320,6 @@ class AsyncDealer(Generic[In]):
         self._on_lost = on_lost
         self._inbound = _Inbound()
         self._outbound = _Outbound(incarnation or new_incarnation())
-        self._retrying = False
         self.connected = False
         socket = _open(zmq.DEALER)
         socket.set(zmq.IDENTITY, identity)
@@ -342,7 +338,7 @@ class AsyncDealer(Generic[In]):
         frames = self._outbound.frame(encode(message))
         if self._outbound.backlog or not self._try_send(frames):
             self._outbound.backlog.append(frames)
-            self._retry_later()
+            self._io.retry_later(self._retry)
         return True
 
     def _try_send(self, frames: tuple[bytes, bytes]) -> bool:
@@ -353,18 +349,12 @@ class AsyncDealer(Generic[In]):
         self._io.sent()
         return True
 
-    def _retry_later(self) -> None:
-        if not self._retrying:
-            self._retrying = True
-            self._io.later(_RETRY_SECONDS, self._retry)
-
     def _retry(self) -> None:
-        self._retrying = False
         backlog = self._outbound.backlog
         while backlog and self._try_send(backlog[0]):
             backlog.popleft()
         if backlog:
-            self._retry_later()
+            self._io.retry_later(self._retry)
 
     def _on_frames(self, frames: list[bytes]) -> None:
         if len(frames) == 1 and not frames[0]:

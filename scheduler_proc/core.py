@@ -75,10 +75,6 @@ class SchedulerCore:
     def steps_in_flight(self) -> int:
         return len(self._in_flight)
 
-    @property
-    def steps_planned(self) -> int:
-        return self._next_step
-
     def handle(self, event: Event) -> list[Command]:
         """Take one event in; the commands are to be carried out in order."""
         commands: list[Command] = []

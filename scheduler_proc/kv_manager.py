@@ -74,20 +74,20 @@ class KVManager:
         Not once the tree has got the same tokens from another request: this one would then hold the tree's blocks
         besides its own, more than its admission counted on, and could wait forever for a block that is there twice.
         """
-        full = self._num_full(request)
-        if not self._prefix_cache or full <= self._num_held(request):
+        full, held = self._num_full(request), self._num_held(request)
+        if not self._prefix_cache or full <= held:
             return
-        tokens = request.tokens[: full * self.block_size].tobytes()
-        known, _ = self.tree.match(tokens, request.namespace)
-        if len(known) > self._num_held(request):
+        known, _ = self.tree.match(request.tokens[: full * self.block_size].tobytes(), request.namespace)
+        if len(known) > held:
             return
-        node = self._insert(request, tokens, full)
+        node = self._insert(request, full)
         self.tree.lock(node)
         if request.lock is not None:
             self.tree.unlock(request.lock)
         request.lock = node
 
-    def _insert(self, request: Request, tokens: bytes, full: int) -> Node:
+    def _insert(self, request: Request, full: int) -> Node:
+        tokens = request.tokens[: full * self.block_size].tobytes()
         node, taken = self.tree.insert(tokens, request.block_table[:full], request.namespace)
         assert node is not None
         request.private_blocks.difference_update(taken)
@@ -111,7 +111,7 @@ class KVManager:
         """Take all blocks from a request; what it computed stays in the tree. `last_step`: the last that names them."""
         full = self._num_full(request)
         if self._prefix_cache and full > self._num_held(request):
-            self._insert(request, request.tokens[: full * self.block_size].tobytes(), full)
+            self._insert(request, full)
         if request.lock is not None:
             self.tree.unlock(request.lock)
             request.lock = None
