@@ -34,10 +34,19 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
     num_blocks: int
     memory_available: int  # of the machine, when the plan was made
     weight_note: str = ""
+    num_host_blocks: int = 0  # of the host tier
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.kv_bytes_per_token
 
     @property
     def kv(self) -> int:
-        return self.num_blocks * self.block_size * self.kv_bytes_per_token
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def host_kv(self) -> int:
+        return self.num_host_blocks * self.block_bytes
 
     @property
     def kv_tokens(self) -> int:
@@ -47,7 +56,7 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
     @property
     def total(self) -> int:
         """All ranks and processes together: on a CPU they share one memory."""
-        return self.tp * (self.weights + self.activations + self.kv) + self.runtime_total
+        return self.tp * (self.weights + self.activations + self.kv + self.host_kv) + self.runtime_total
 
     @property
     def fits(self) -> bool:
@@ -163,9 +172,10 @@ def _context_lengths(longest: int) -> list[int]:
 def short_report(plan: MemoryPlan) -> str:
     """One line for the start of the server."""
     ranks = f" x {plan.tp} ranks" if plan.tp > 1 else ""
+    host = f"host KV {format_size(plan.host_kv)} ({plan.num_host_blocks} blocks), " if plan.num_host_blocks else ""
     return (
         f"memory: weights {format_size(plan.weights)}, KV {format_size(plan.kv)} "
-        f"({plan.num_blocks} blocks, {plan.kv_tokens} tokens), activations about {format_size(plan.activations)}"
+        f"({plan.num_blocks} blocks, {plan.kv_tokens} tokens), {host}activations about {format_size(plan.activations)}"
         f"{ranks}; {format_size(plan.total)} of {format_size(plan.memory_available)} available"
     )
 
@@ -174,6 +184,7 @@ def full_report(plan: MemoryPlan, config: Config, arch: ModelArch) -> str:
     """The page that `--plan` prints."""
     rank = " of each rank" if plan.tp > 1 else ""
     note = f"; {plan.weight_note}" if plan.weight_note else ""
+    host = [f"host KV      {format_size(plan.host_kv):>10}{rank} ({plan.num_host_blocks} blocks)"]
     longest = config.model.max_model_len or arch.max_position
     lines = [
         f"model        {arch.family}, {parameter_count(arch) / 1e6:,.1f} M parameters, {arch.num_layers} layers, "
@@ -185,6 +196,7 @@ def full_report(plan: MemoryPlan, config: Config, arch: ModelArch) -> str:
         f"(estimate, {config.scheduler.max_step_tokens} tokens a step)",
         f"KV cache     {format_size(plan.kv):>10}{rank} ({plan.num_blocks} blocks of {plan.block_size} tokens, "
         f"{format_size(plan.kv_bytes_per_token)} a token)",
+        *(host if plan.num_host_blocks else ()),
         f"processes    {format_size(plan.runtime_total):>10} (estimate)",
         f"total        {format_size(plan.total):>10} of {format_size(plan.memory_available)} available",
         "",
@@ -208,19 +220,22 @@ def full_report(plan: MemoryPlan, config: Config, arch: ModelArch) -> str:
 
 def shortage(plan: MemoryPlan, config: Config) -> str:
     """A paragraph that says why the plan does not fit and what to do."""
-    without_kv = plan.total - plan.tp * plan.kv
+    without_tiers = plan.total - plan.tp * (plan.kv + plan.host_kv)
+    room = (plan.memory_available - without_tiers) // plan.tp
     advice = []
-    if without_kv < plan.memory_available:
-        room = (plan.memory_available - without_kv) // plan.tp
-        advice.append(f"--kv-memory {max(1, room >> 20)}MiB or less")
+    if room > 0:
+        size = f"{max(1, room >> 20)}MiB or less"
+        together = f"--kv-memory and --host-kv-memory of together {size}"
+        advice.append(together if plan.num_host_blocks else f"--kv-memory {size}")
     else:
         if config.model.dtype == "float32":
             advice.append("--dtype bfloat16, where the CPU has bfloat16 instructions")
         advice.append("a smaller model")
     advice.append("a machine with more free memory")
+    host = f", the host tier {format_size(plan.tp * plan.host_kv)}" if plan.num_host_blocks else ""
     return (
         f"The model does not fit: weights take {format_size(plan.tp * plan.weights)}, activations about "
-        f"{format_size(plan.tp * plan.activations)}, the KV cache {format_size(plan.tp * plan.kv)} and the processes "
-        f"about {format_size(plan.runtime_total)}, together {format_size(plan.total)}, but only "
+        f"{format_size(plan.tp * plan.activations)}, the KV cache {format_size(plan.tp * plan.kv)}{host} and the "
+        f"processes about {format_size(plan.runtime_total)}, together {format_size(plan.total)}, but only "
         f"{format_size(plan.memory_available)} is available. What helps: {', or '.join(advice)}."
     )

@@ -91,8 +91,12 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
         memory_available=machine.memory_available,
         weight_note=weight_note,
     )
+    asked_host = _asked_host_memory(config, draft)
+    draft = msgspec.structs.replace(draft, num_host_blocks=(asked_host or 0) // draft.block_bytes)
     kv_memory = _kv_memory(config, draft, asked_len or arch.max_position, machine, reasons)
-    plan = msgspec.structs.replace(draft, num_blocks=kv_memory // (draft.block_size * draft.kv_bytes_per_token))
+    plan = msgspec.structs.replace(draft, num_blocks=kv_memory // draft.block_bytes)
+    host_memory = _default_host_memory(config, plan, reasons) if asked_host is None else asked_host
+    plan = msgspec.structs.replace(plan, num_host_blocks=host_memory // plan.block_bytes)
     max_model_len = _max_model_len(asked_len, arch, plan, config.worker.kv_memory, reasons)
 
     resolved = Config(
@@ -105,6 +109,7 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
             device=device,
             threads=threads,
             kv_memory=str(kv_memory),
+            host_kv_memory=str(host_memory),
             deterministic=True if config.worker.deterministic is None else config.worker.deterministic,
         ),
         supervisor=config.supervisor,
@@ -134,18 +139,9 @@ def _dtype(config: Config, machine: Machine, reasons: list[str]) -> str:
 
 def _kv_memory(config: Config, plan: MemoryPlan, length: int, machine: Machine, reasons: list[str]) -> int:
     """Bytes for the KV pool of each rank, at least one block."""
-    block = plan.block_size * plan.kv_bytes_per_token
     if config.worker.kv_memory is not None:
-        try:
-            asked = parse_size(config.worker.kv_memory)
-        except ValueError as error:
-            raise ConfigError(f"--kv-memory: {error}") from None
-        if asked < block:
-            raise ConfigError(
-                f"--kv-memory {config.worker.kv_memory}: must hold one block of {plan.block_size} tokens, "
-                f"which takes {format_size(block)}"
-            )
-        return asked
+        return _asked_memory("--kv-memory", config.worker.kv_memory, plan)
+    block = plan.block_bytes
     blocks_needed = config.scheduler.max_seqs * -(-length // plan.block_size)
     choices = {
         f"what {config.scheduler.max_seqs} sequences of {length} tokens need": blocks_needed * block,
@@ -160,6 +156,48 @@ def _kv_memory(config: Config, plan: MemoryPlan, length: int, machine: Machine, 
     why = min(choices, key=lambda name: choices[name])
     size = max(choices[why], block)
     reasons.append(f"kv_memory {format_size(size)}{' a rank' if plan.tp > 1 else ''}: {why}")
+    return size
+
+
+def _asked_memory(flag: str, text: str, plan: MemoryPlan) -> int:
+    """Bytes of a pool that the user asked for; ConfigError unless they are a size and hold one block."""
+    try:
+        asked = parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+    if asked < plan.block_bytes:
+        raise ConfigError(
+            f"{flag} {text}: must hold one block of {plan.block_size} tokens, which takes "
+            f"{format_size(plan.block_bytes)}"
+        )
+    return asked
+
+
+def _asked_host_memory(config: Config, plan: MemoryPlan) -> int | None:
+    """Bytes for the host tier of each rank, where the user chose them."""
+    text = config.worker.host_kv_memory
+    swap = config.scheduler.kv_shortage == "swap"
+    if text is not None and text.strip() == "0":
+        if swap:
+            raise ConfigError(
+                f"--kv-shortage swap: needs host memory for at least one block, {format_size(plan.block_bytes)}, but "
+                "--host-kv-memory is 0"
+            )
+        return 0
+    if not config.scheduler.prefix_cache and (swap or text is not None):
+        asked = "--kv-shortage swap" if swap else f"--host-kv-memory {text}"
+        raise ConfigError(f"{asked}: does not go with --no-prefix-cache, as blocks in host memory belong to that cache")
+    return None if text is None else _asked_memory("--host-kv-memory", text, plan)
+
+
+def _default_host_memory(config: Config, plan: MemoryPlan, reasons: list[str]) -> int:
+    """Bytes for the host tier of each rank: none, or with swapping at least one block."""
+    if config.scheduler.kv_shortage != "swap":
+        return 0
+    half = (plan.memory_available - plan.total) // (2 * plan.tp)
+    size = max(min(plan.kv, half // plan.block_bytes * plan.block_bytes), plan.block_bytes)
+    why = "to swap to, as much as the KV cache" if plan.kv <= half else "to swap to, half of what memory is left"
+    reasons.append(f"host_kv_memory {format_size(size)}{' a rank' if plan.tp > 1 else ''}: {why}")
     return size
 
 

@@ -11,6 +11,10 @@ from msgspec import Meta, Struct
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+PolicyName = Literal["fcfs", "priority", "longest-prefix", "fair", "deadline"]
+Preference = Literal["mixed", "prefill", "decode"]
+Shortage = Literal["wait", "recompute", "swap"]
+EvictionName = Literal["lru", "lfu", "fifo"]
 
 PortNumber = Annotated[int, Meta(ge=0, le=65535)]
 
@@ -70,6 +74,92 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     prefill_chunk: (
         Annotated[int, Meta(description="most prompt tokens of one request in one step", ge=1, le=1 << 20)] | None
     ) = None
+    policy: Annotated[
+        PolicyName,
+        Meta(
+            description="which waiting request starts next: first come; lowest priority number, ageing; longest cached "
+            "prefix; fair share per API key; earliest TTFT target"
+        ),
+    ] = "fcfs"
+    priority_age_seconds: Annotated[
+        float,
+        Meta(
+            description="waiting this long counts like one priority step, and is the longest that other policies let "
+            "anyone be overtaken",
+            ge=0.001,
+            le=86400,
+        ),
+    ] = 30.0
+    batch_wait_ms: Annotated[
+        float, Meta(description="an idle engine waits up to this long for more requests to start with", ge=0, le=10000)
+    ] = 0.0
+    prefer: Annotated[
+        Preference,
+        Meta(
+            description="what shares a step: prefill and decode together; prompts alone first; or prompts only when "
+            "nothing decodes"
+        ),
+    ] = "mixed"
+    max_itl_ms: (
+        Annotated[
+            float,
+            Meta(
+                description="longest gap between two tokens of a running stream: prefill chunks and the number of "
+                "running requests are sized to keep it (default: no limit)",
+                ge=1,
+                le=60000,
+            ),
+        ]
+        | None
+    ) = None
+    ttft_target_ms: (
+        Annotated[
+            float,
+            Meta(
+                description="requests whose predicted time to first token is longer get 429 at once; a request can set "
+                "its own (default: none)",
+                ge=1,
+                le=3600000,
+            ),
+        ]
+        | None
+    ) = None
+    kv_shortage: Annotated[
+        Shortage,
+        Meta(
+            description="when KV blocks run out: start a request only when its longest output fits; preempt and "
+            "recompute; or preempt and keep its blocks in host memory"
+        ),
+    ] = "recompute"
+    eviction: Annotated[
+        EvictionName,
+        Meta(description="which unused cached prefix goes first: least recently or least often used, oldest"),
+    ] = "lru"
+    pinned_share: Annotated[
+        float, Meta(description="share of the KV pool that pinned prefixes may hold", ge=0, le=0.9)
+    ] = 0.25
+    long_prompt_tokens: Annotated[
+        int, Meta(description="a prompt longer than this is isolated as a long one", ge=1, le=1 << 24)
+    ] = 2048
+    max_long_prefills: Annotated[int, Meta(description="long prompts that are computed at once", ge=1, le=4096)] = 2
+    long_step_share: Annotated[
+        float, Meta(description="share of a step's prompt tokens for long prompts while short ones wait", ge=0.01, le=1)
+    ] = 0.5
+    long_pool_share: Annotated[
+        float, Meta(description="share of the KV pool that several long requests together may hold", ge=0.01, le=1)
+    ] = 0.9
+    stop_on_loop: Annotated[
+        int,
+        Meta(
+            description="end an output whose last tokens are one sequence repeated this often; 0: never. A request can "
+            "set its own",
+            ge=0,
+            le=1000,
+        ),
+    ] = 0
+    event_log: Annotated[
+        str, Meta(description="file to record the scheduler's events in, without any text, for tools.simulate --replay")
+    ] = ""
     block_size: Annotated[int, Meta(description="token positions in one KV block", ge=1, le=256)] = 16
     prefix_cache: Annotated[bool, Meta(description="keep the KV of finished prompts and reuse shared prefixes")] = True
     max_queue_requests: Annotated[
@@ -88,6 +178,13 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kv_memory: Annotated[
         str | None, Meta(description="memory for the KV cache of each rank, such as 512MiB or 4GiB (default: measured)")
     ] = None
+    host_kv_memory: Annotated[
+        str | None,
+        Meta(
+            description="memory of each rank for KV blocks that do not fit the KV cache, such as 2GiB (default: none; "
+            "with --kv-shortage swap as much as the KV cache)"
+        ),
+    ] = None
     threads: Annotated[int, Meta(description="compute threads of each rank on a CPU", ge=1, le=1024)] | None = None
     deterministic: Annotated[
         bool | None, Meta(description="same request, same tokens, whatever else runs (default: on for CPU)")
@@ -100,6 +197,9 @@ class SupervisorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_restarts: Annotated[
         int, Meta(description="restarts allowed within a minute; 0: the first death of a process ends everything", ge=0)
     ] = 3
+    recovery_timeout: Annotated[
+        float, Meta(description="seconds that running requests wait for killed ranks to come back", ge=1, le=3600)
+    ] = 60.0
     ready_timeout: Annotated[float, Meta(description="seconds within which everything must be ready", ge=1)] = 300.0
     drain_timeout: Annotated[
         float, Meta(description="seconds that running requests get to finish after SIGTERM", ge=0)
@@ -183,5 +283,6 @@ class ChildSpec(Struct, frozen=True, kw_only=True):
     incarnation: int  # of this run; messages of another are dropped
     kv_memory_bytes: int  # for each rank
     num_blocks: int  # KV blocks of each rank, decided by the memory plan
+    num_host_blocks: int = 0  # likewise, of the host tier
     listen_fd: int = -1  # frontends: the bound TCP socket
     rendezvous_port: int = 0  # ranks: torch.distributed on loopback when tp > 1

@@ -4,13 +4,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
-from ipc.client import AsyncClient, RequestFailed, Stream
+from ipc.client import AsyncClient, RequestFailed, RequestOptions, Stream
 from ipc.messages import Delta, Finished
 
 from .errors import ApiError
 from .metrics import Metrics
 from .protocol import PromptTokensDetails, Usage
 from .requests import Job
+from .tenant import namespace_of
 
 Batch = list[tuple[int, Delta | Finished]]  # choice index over all prompts, and what it got
 
@@ -18,14 +19,20 @@ Batch = list[tuple[int, Delta | Finished]]  # choice index over all prompts, and
 class Generation:
     """Runs a job. Iterate over `batches()` once; call `close()` whatever happens."""
 
-    def __init__(self, client: AsyncClient, job: Job, request_id: str, metrics: Metrics) -> None:
+    def __init__(self, client: AsyncClient, job: Job, request_id: str, metrics: Metrics, tenant: str = "") -> None:
         self._metrics = metrics
         self._started = time.monotonic()
         self._last: dict[int, float] = {}  # when each choice last got tokens, from its first visible one on
         self._choices = job.params.n
         self._ends: dict[int, Finished] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._streams = [client.generate(prompt, job.params, external_id=request_id) for prompt in job.prompts]
+        options: RequestOptions = {
+            **job.options,
+            "external_id": request_id,
+            "tenant": tenant,
+            "namespace": namespace_of(tenant, job.cache_salt),
+        }
+        self._streams = [client.generate(prompt, job.params, **options) for prompt in job.prompts]
 
     async def batches(self) -> AsyncIterator[Batch]:
         """What arrives, until every choice has finished. Raises `ApiError` when the engine gives up."""

@@ -14,6 +14,7 @@ from .requests import Job, chat_job, completion_job
 from .responses import ChatResponder, CompletionResponder, Responder
 from .service import SERVICE
 from .streaming import KeepAlive, stream_answer
+from .tenant import tenant_of
 
 KEEP_ALIVE: web.AppKey[KeepAlive] = web.AppKey("keep_alive", KeepAlive)
 
@@ -42,7 +43,8 @@ async def _generate(request: web.Request, job: Job, responder: Responder) -> web
     service = request.app[SERVICE]
     service.model_for_new_request()  # a drain may have begun while the body was read
     with service.running():
-        generation = Generation(service.client, job, request["id"], service.metrics)
+        tenant = tenant_of(request.headers.get("Authorization"))
+        generation = Generation(service.client, job, request["id"], service.metrics, tenant)
         try:
             if job.stream:
                 return await stream_answer(request, generation, responder, request.app[KEEP_ALIVE])

@@ -15,8 +15,8 @@ async def live(request: web.Request) -> web.StreamResponse:
 
 
 async def ready(request: web.Request) -> web.StreamResponse:
-    """GET /health/ready: a generation would be accepted."""
-    request.app[SERVICE].model_for_new_request()
+    """GET /health/ready: a generation would be accepted, and begin at once."""
+    request.app[SERVICE].check_ready()
     return web.json_response({"status": "ready"})
 
 
@@ -31,6 +31,8 @@ async def progress(request: web.Request) -> web.StreamResponse:
         stuck = {"id": stats.stuck_request, "seconds": round(stats.oldest_request_seconds, 3)}
     return web.json_response(
         {
+            "engine_ready": service.engine_up.is_set(),
+            "recoveries": stats.recoveries,
             "step": stats.step,
             "running": stats.running,
             "waiting": stats.waiting,

@@ -103,12 +103,15 @@ class _EngineCollector(Collector):
         for name, text, gauge in (
             ("num_requests_running", "requests that take part in steps", stats.running),
             ("num_requests_waiting", "requests that wait to run", stats.waiting),
+            ("num_waiting_tokens", "prompt tokens of the requests that wait to run", stats.waiting_tokens),
+            ("engine_ready", "1 while the ranks can compute, 0 while they are started again", int(stats.engine_ready)),
             ("kv_cache_usage_perc", "share of KV blocks in use by requests, 0 to 1", used / max(1, stats.blocks_total)),
             (
                 "oldest_request_seconds",
                 "longest time that a request has made no progress",
                 stats.oldest_request_seconds,
             ),
+            ("num_pinned_blocks", "cached KV blocks that requests have pinned", stats.pinned_blocks),
         ):
             yield GaugeMetricFamily(f"tokenmill:{name}", text, gauge)
         blocks = GaugeMetricFamily("tokenmill:kv_blocks", "KV blocks by state", labels=["state"])
@@ -116,6 +119,10 @@ class _EngineCollector(Collector):
             if state != "total":
                 blocks.add_metric([state], count)
         yield blocks
+        host = GaugeMetricFamily("tokenmill:kv_host_blocks", "KV blocks in host memory by state", labels=["state"])
+        host.add_metric(["used"], stats.host_blocks_used)
+        host.add_metric(["free"], stats.host_blocks_total - stats.host_blocks_used)
+        yield host
         for name, text, counter in (
             ("prompt_tokens", "prompt tokens admitted", stats.prompt_tokens),
             ("generation_tokens", "tokens generated", stats.generated_tokens),
@@ -126,6 +133,21 @@ class _EngineCollector(Collector):
             ("requests_finished", "requests that the scheduler finished", stats.finished),
             ("requests_aborted", "requests that the client gave up", stats.aborted),
             ("requests_refused", "requests that were refused at admission", stats.refused),
+            (
+                "requests_refused_deadline",
+                "refused for a predicted miss of their TTFT target",
+                stats.refused_deadline,
+            ),
+            ("loop_stops", "requests that ended because their output repeated itself", stats.loop_stops),
+            (
+                "num_recomputed_tokens",
+                "computed before and lost to a preemption or a recovery",
+                stats.recomputed_tokens,
+            ),
+            ("num_evicted_blocks", "cached KV blocks given up for good", stats.evicted_blocks),
+            ("num_swapped_out_blocks", "KV blocks copied to host memory", stats.swapped_out_blocks),
+            ("num_swapped_in_blocks", "KV blocks copied back from host memory", stats.swapped_in_blocks),
+            ("engine_recoveries", "times that the ranks were started again and requests went on", stats.recoveries),
             ("engine_steps", "steps of the model", stats.step),
             ("device_busy_seconds", "time that the device spent in steps", stats.device_busy_seconds),
         ):

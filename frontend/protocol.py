@@ -66,6 +66,11 @@ class SamplingFields(Struct, kw_only=True):
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    stop_on_loop: int | None = None  # end an output that ends in so many repeats; 0: never; null: the server's setting
+    priority: int | None = None  # lower starts earlier, under --policy priority
+    ttft_target_ms: float | None = None  # 429 at once when the first token is predicted to come later
+    cache_pin_seconds: float | None = None  # keep the prompt's KV cached at least this long
+    cache_salt: str | None = None  # prefixes are shared only between requests of one salt (and one API key)
     # Refused with an explanation:
     best_of: int | None = None
     early_stopping: bool | str | None = None
@@ -161,6 +166,7 @@ class ChatChoice(Struct):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    stop_reason: str | int | UnsetType = UNSET  # not OpenAI's: the stop string or id that matched, or "repetition_loop"
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -169,6 +175,7 @@ class CompletionChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str
+    stop_reason: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 

@@ -5,9 +5,10 @@ from typing import TypeVar
 
 from msgspec import Struct
 
+from ipc.client import RequestOptions
 from ipc.codec import pack_ints
 from ipc.messages import ChatMessage, ChatPrompt, ModelInfo, SamplingParams, TextPrompt, TokenPrompt
-from ipc.validation import InvalidRequest, validate
+from ipc.validation import InvalidRequest, check_characters, validate_options, validate_params, validate_prompt
 
 from . import protocol
 from .errors import ApiError
@@ -15,6 +16,7 @@ from .errors import ApiError
 T = TypeVar("T")
 
 MAX_PROMPTS = 128  # in one completion request
+MAX_SALT = 256  # characters of cache_salt
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 _ROLES = {"developer": "system"}  # OpenAI's newer word; chat templates know the older one
 
@@ -29,6 +31,8 @@ class Job(Struct, frozen=True):
     include_usage: bool
     echo: tuple[str, ...] = ()  # prompt texts to put before the outputs
     return_token_ids: bool = False
+    options: RequestOptions = {}  # of those, what a body can say
+    cache_salt: str = ""
 
 
 def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
@@ -192,10 +196,20 @@ def _job(
         skip_special_tokens=_given(body.skip_special_tokens, True),
         logprobs=logprobs,
         n=_given(body.n, 1),
+        stop_on_loop=body.stop_on_loop,
     )
+    options: RequestOptions = {
+        "priority": _given(body.priority, 0),
+        "ttft_target_ms": body.ttft_target_ms,
+        "cache_pin_seconds": _given(body.cache_pin_seconds, 0.0),
+    }
+    cache_salt = _given(body.cache_salt, "")
     try:
+        validate_options(**options)
+        check_characters("cache_salt", cache_salt, MAX_SALT)
+        validate_params(params, model)
         for prompt in prompts:
-            validate(prompt, params, model)
+            validate_prompt(prompt, params, model)
     except InvalidRequest as error:
         if error.param not in renamed:
             raise ApiError.of_invalid(error) from None
@@ -210,4 +224,6 @@ def _job(
         bool(body.stream_options and body.stream_options.include_usage),
         echo,
         bool(body.return_token_ids),
+        options,
+        cache_salt,
     )

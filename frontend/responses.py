@@ -40,6 +40,7 @@ class Responder(ABC):
     id_prefix: str
     object_name: str
     chunk_object_name: str
+    _no_text: bytes  # where a chunk's text would stand, in its last one
 
     def __init__(self, job: Job, fingerprint: str) -> None:
         self.job = job
@@ -107,14 +108,14 @@ class Responder(ABC):
         """The answer to a request that does not stream."""
         count = len(self.job.prompts) * self.job.params.n
         deltas: list[list[Delta]] = [[] for _ in range(count)]
-        reasons = [""] * count
+        ends: dict[int, Finished] = {}
         for batch in batches:
             for index, item in batch:
                 if isinstance(item, Finished):
-                    reasons[index] = item.reason
+                    ends[index] = item
                 else:
                     deltas[index].append(item)
-        choices = [self._whole(index, deltas[index], reasons[index]) for index in range(count)]
+        choices = [self._whole(index, deltas[index], ends[index]) for index in range(count)]
         return _encode(
             CompletionResponse(
                 id=self.id,
@@ -127,10 +128,12 @@ class Responder(ABC):
             )
         )
 
-    def _whole(self, index: int, items: list[Delta], reason: str) -> ChatChoice | CompletionChoice:
+    def _whole(self, index: int, items: list[Delta], end: Finished) -> ChatChoice | CompletionChoice:
         text = "".join(item.text for item in items)
         positions = [position for item in items for position in item.logprobs]
-        choice = self._whole_choice(index, text, self._logprobs(index, positions), reason)
+        choice = self._whole_choice(index, text, self._logprobs(index, positions), end.reason)
+        if end.stop_reason is not None:
+            choice.stop_reason = end.stop_reason
         if self.job.return_token_ids:
             choice.token_ids = self._token_ids(items)
         return choice
@@ -146,8 +149,10 @@ class Responder(ABC):
     @abstractmethod
     def _text_choice(self, index: int, text: str, logprobs: ChatLogprobs | CompletionLogprobs | None) -> bytes: ...
 
-    @abstractmethod
-    def _last_choice(self, index: int, end: Finished) -> bytes: ...
+    def _last_choice(self, index: int, end: Finished) -> bytes:
+        stop_reason = b"" if end.stop_reason is None else b',"stop_reason":' + _encode(end.stop_reason)
+        form = b'{"index":%d,%b,"logprobs":null,"finish_reason":"%b"%b}'
+        return form % (index, self._no_text, end.reason.encode(), stop_reason)
 
     @abstractmethod
     def _whole_choice(
@@ -159,6 +164,7 @@ class ChatResponder(Responder):
     id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
+    _no_text = b'"delta":{}'
 
     def _logprobs(self, index: int, positions: list[PositionLogprobs]) -> ChatLogprobs | None:
         if self.job.params.logprobs is None:
@@ -173,9 +179,6 @@ class ChatResponder(Responder):
         form = b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}'
         return form % (index, _encode(text), _encode(logprobs))
 
-    def _last_choice(self, index: int, end: Finished) -> bytes:
-        return b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%b"}' % (index, end.reason.encode())
-
     def _whole_choice(
         self, index: int, text: str, logprobs: ChatLogprobs | CompletionLogprobs | None, reason: str
     ) -> ChatChoice:
@@ -187,6 +190,7 @@ class CompletionResponder(Responder):
     id_prefix = "cmpl-"
     object_name = "text_completion"
     chunk_object_name = "text_completion"
+    _no_text = b'"text":""'
 
     def __init__(self, job: Job, fingerprint: str) -> None:
         super().__init__(job, fingerprint)
@@ -216,9 +220,6 @@ class CompletionResponder(Responder):
     def _text_choice(self, index: int, text: str, logprobs: ChatLogprobs | CompletionLogprobs | None) -> bytes:
         form = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}'
         return form % (index, _encode(text), _encode(logprobs))
-
-    def _last_choice(self, index: int, end: Finished) -> bytes:
-        return b'{"index":%d,"text":"","logprobs":null,"finish_reason":"%b"}' % (index, end.reason.encode())
 
     def _whole_choice(
         self, index: int, text: str, logprobs: ChatLogprobs | CompletionLogprobs | None, reason: str

@@ -53,11 +53,12 @@ async def serve(spec: ChildSpec, control: Control) -> None:
 
     listener = await loop.create_server(connection, sock=socket.socket(fileno=spec.listen_fd), backlog=1024)
     control.stage("waiting for the engine")
-    stats = StatsSubscriber(spec.endpoints.stats, service.on_stats)
+    stats = StatsSubscriber(spec.endpoints.stats, service.on_stats, service.on_stats_lost)
     stats.start()
 
     async def announce() -> None:
         await client.connect()
+        await service.engine_up.wait()
         control.ready()
 
     async with asyncio.TaskGroup() as group:

@@ -18,7 +18,7 @@ from .metrics import Metrics
 
 
 class Service:
-    """State of one frontend: loading, serving, draining or lost."""
+    """State of one frontend: loading, serving, recovering, draining or lost."""
 
     def __init__(self, spec: ChildSpec, client: AsyncClient, metrics: Metrics) -> None:
         self.client = client
@@ -29,6 +29,8 @@ class Service:
         self.fingerprint = "fp_" + hashlib.sha256(identity).hexdigest()[:10]
         self.stats: Stats | None = None
         self._stats_at = 0.0
+        self.engine_up = asyncio.Event()  # cleared while the scheduler or its ranks are being started again
+        self.engine_up.set()
         self.draining = False
         self.lost: str | None = None  # why, once the engine is lost for good
         self.over = asyncio.Event()  # set when this process has nothing more to wait for
@@ -50,6 +52,12 @@ class Service:
         if self.draining:
             raise unavailable("the server is shutting down and takes no new requests", "draining")
         return self.model()
+
+    def check_ready(self) -> None:
+        """503 unless a generation would begin now."""
+        self.model_for_new_request()
+        if not self.engine_up.is_set():
+            raise unavailable("recovering: a process of the engine died and is being started again", "recovering")
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -81,6 +89,14 @@ class Service:
         """Keep the scheduler's newest counters."""
         self.stats = stats
         self._stats_at = time.monotonic()
+        if stats.engine_ready:
+            self.engine_up.set()
+        else:
+            self.engine_up.clear()
+
+    def on_stats_lost(self) -> None:
+        """The scheduler is gone; its successor will say when it can take requests."""
+        self.engine_up.clear()
 
     def stats_age(self) -> float:
         """Seconds since the scheduler's counters arrived."""

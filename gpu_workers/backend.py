@@ -42,6 +42,21 @@ class Backend(ABC):
         """The paged KV pool of this rank; every layer's part is indexed by slot = block id * block_size + offset."""
 
     @abstractmethod
+    def allocate_host_kv(self, kv: Any, num_blocks: int) -> Any:
+        """Host memory for `num_blocks` blocks of the pool `kv`, of all layers, K and V."""
+
+    @abstractmethod
+    def copy_blocks_out(self, kv: Any, host_kv: Any, pairs: torch.Tensor) -> None:
+        """Copy blocks to host memory; `pairs` [N, 2] int64: block id, host block id. Complete when it returns.
+
+        Called in another thread than the forward that runs meanwhile, which touches none of these blocks.
+        """
+
+    @abstractmethod
+    def copy_blocks_in(self, kv: Any, host_kv: Any, pairs: torch.Tensor) -> None:
+        """The way back, as `copy_blocks_out`; `pairs` [N, 2] int64: host block id, block id."""
+
+    @abstractmethod
     def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, hidden]."""
 

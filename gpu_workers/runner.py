@@ -1,8 +1,8 @@
-"""One step of the model: prepare -> forward -> sample.
+"""One step of the model: prepare -> forward -> sample, with the plan's block copies beside it.
 
 What does not belong here: index arithmetic (`prepare`), what is known of a row (`rows`, `sampler_state`), the
-mathematics of sampling (`sampling`), anything about a model or a device (`models`, `backends`), sockets and processes
-(`main`). Nothing here decides what runs: the scheduler does.
+mathematics of sampling (`sampling`), copies and their thread (`block_copier`), anything about a model or a device
+(`models`, `backends`), sockets and processes (`main`). Nothing here decides what runs: the scheduler does.
 """
 
 import time
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from config.schema import ModelArch
 from gpu_workers.backend import Backend
 from gpu_workers.batch import ForwardBatch
+from gpu_workers.block_copier import BlockCopier
 from gpu_workers.comm import Comm
 from gpu_workers.prepare import PreparedStep, prepare
 from gpu_workers.rows import PlanError, Rows
@@ -36,8 +37,9 @@ class Model(Protocol):
 class Runner:
     """Carries out plans on one rank, with the state of up to `max_seqs` requests.
 
-    `kv` is what the model allocated for `num_blocks` blocks of `block_size` positions. All ranks are given the same
-    plans; with several, rank 0 samples and tells the others.
+    `kv` is what the model allocated for `num_blocks` blocks of `block_size` positions, `host_kv` what its backend
+    allocated for `num_host_blocks` of them in host memory. All ranks are given the same plans; with several, rank 0
+    samples and tells the others.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class Runner:
         max_seqs: int,
         max_model_len: int,
         comm: Comm,
+        host_kv: Any = None,
+        num_host_blocks: int = 0,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -56,18 +60,23 @@ class Runner:
         self._device = model.backend.device
         self._rows = Rows(max_seqs, max_model_len, num_blocks, block_size, model.arch.vocab_size)
         self._sampler = SamplerState(max_seqs, model.arch.vocab_size)
+        self._copier = BlockCopier(model.backend, kv, num_blocks, host_kv, num_host_blocks)
         self._last_step: int | None = None
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """Run one step; its result on rank 0, None on the others.
+        """Run one step and its copies; its result on rank 0, None on the others.
 
-        Raises `PlanError` when the plan does not follow the last one or does not fit the rows, FloatingPointError when
-        the model computed NaN. The runner is of no use after either.
+        Raises `PlanError` when the plan does not follow the last one or does not fit the rows or pools,
+        FloatingPointError when the model computed NaN. The runner is of no use after either.
         """
-        started = time.perf_counter_ns()
         if self._last_step is not None and plan.step != self._last_step + 1:
             raise PlanError(f"step {plan.step} was planned after step {self._last_step}")
         self._last_step = plan.step
+        with self._copier.copying(plan):
+            return self._step(plan)
+
+    def _step(self, plan: StepPlan) -> StepResult | None:
+        started = time.perf_counter_ns()
         self._sampler.free(self._rows.update(plan).tolist())
         for new in plan.new_rows:
             self._sampler.add(new)

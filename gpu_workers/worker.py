@@ -34,7 +34,7 @@ _GREEDY = SamplingSpec(
 
 
 class Worker:
-    """Rank `spec.index` with its model, its KV pool and its link to the scheduler.
+    """Rank `spec.index` with its model, its KV pool and host tier, and its link to the scheduler.
 
     Building it loads everything and runs one small step; StartError says why that is impossible.
     """
@@ -52,6 +52,7 @@ class Worker:
         self._model = load_model(spec, backend, self._comm, control.stage)
         control.stage("allocating KV")
         self._kv = self._model.allocate_kv(spec.num_blocks, config.scheduler.block_size)
+        self._host_kv = backend.allocate_host_kv(self._kv, spec.num_host_blocks)
         control.stage("warming up")
         self._warm_up()
         self._runner = self._make_runner(config.scheduler.max_seqs)
@@ -65,6 +66,8 @@ class Worker:
             max_seqs,
             self._spec.config.model.max_model_len or self._spec.arch.max_position,
             self._comm,
+            self._host_kv,
+            self._spec.num_host_blocks,
         )
 
     def _warm_up(self) -> None:
@@ -87,7 +90,7 @@ class Worker:
         # What exists by now lives as long as the process: the collector need never look at it again.
         gc.collect()
         gc.freeze()
-        link.send(WorkerReady(rank=spec.index, num_blocks=spec.num_blocks))
+        link.send(WorkerReady(spec.index, spec.num_blocks, spec.num_host_blocks))
         self._control.ready()
         try:
             return run_plans(link, self._runner, stop)

@@ -2,7 +2,9 @@
 
 A message travels as two frames: a header (incarnation and sequence number, both unsigned 64 bits) and the msgpack body.
 The incarnation is the time at which the sender's session began, so of two sessions of one peer the later has the higher
-number: messages of an older one are dropped, a newer one replaces it, and within one the numbers have no gaps.
+number: messages of an older one are dropped, a newer one replaces it, and within one the numbers have no gaps. A ROUTER
+begins its session with a peer only after it has heard from it, so its number is higher than the peer's own; what a
+DEALER gets with a lower one was meant for a predecessor of the same name, and is dropped.
 
 A peer that dies is noticed by its connection, not by a timeout: a DEALER hears it from its socket monitor, a ROUTER
 (whose monitor does not say whom it lost) then probes each peer with an empty message that ROUTER_MANDATORY refuses to
@@ -32,7 +34,8 @@ _HEADER = struct.Struct("<QQ")
 _HWM = 4096  # messages queued inside ZeroMQ per peer, each way
 _MAX_MESSAGE = 64 << 20  # bytes; a 4 MiB body becomes at most a few times as much
 _MAX_BACKLOG = 8192  # messages kept here for a peer whose queue is full, before it is cut off
-_MAX_BANNED = 1024  # peers cut off whose further messages are still recognised
+_MAX_INCARNATION = 1 << 63  # a clock of nanoseconds gets there in the year 2262
+_MAX_ENDED = 1024  # ended sessions whose late messages are still recognised
 _RETRY_SECONDS = 0.005
 
 
@@ -58,17 +61,12 @@ def _open(kind: int, *, max_message: int = _MAX_MESSAGE) -> "zmq.Socket[bytes]":
 
 
 class _Inbound:
-    """Order of one peer's messages."""
+    """Order of one peer's messages. Those of sessions before `oldest` are not wanted."""
 
     __slots__ = ("expected", "incarnation")
 
-    def __init__(self) -> None:
-        self.incarnation = 0
-        self.expected = 0
-
-    def end_session(self) -> None:
-        """The connection broke: what is still queued from this session is no longer wanted."""
-        self.incarnation += 1
+    def __init__(self, oldest: int) -> None:
+        self.incarnation = oldest
         self.expected = 0
 
     def accept(self, header: bytes) -> bool:
@@ -78,6 +76,8 @@ class _Inbound:
         incarnation, sequence = _HEADER.unpack(header)
         if incarnation < self.incarnation:
             return False
+        if incarnation >= _MAX_INCARNATION:
+            raise LinkError(f"incarnation {incarnation}")
         if incarnation > self.incarnation:
             self.incarnation, self.expected = incarnation, 0
         if sequence != self.expected:
@@ -116,12 +116,13 @@ class _AsyncSocket:
     def start(self, on_frames: Callable[[list[bytes]], None], on_event: Callable[[int], None]) -> None:
         self._on_frames, self._on_event = on_frames, on_event
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self.socket.fileno(), self._drain)
+        self._loop.add_reader(self.socket.fileno(), self.drain)
         self._loop.add_reader(self._monitor.fileno(), self._drain_monitor)
-        self._loop.call_soon(self._drain)
+        self._loop.call_soon(self.drain)
         self._loop.call_soon(self._drain_monitor)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Take in everything that has arrived."""
         # The descriptor is edge-triggered: everything there must be taken before the next wake-up counts.
         while self._loop is not None:
             try:
@@ -141,7 +142,7 @@ class _AsyncSocket:
     def sent(self) -> None:
         """To be called after each send, which can swallow the wake-up of an arriving message."""
         if self._loop is not None and int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN:
-            self._loop.call_soon(self._drain)
+            self._loop.call_soon(self.drain)
 
     def retry_later(self, retry: Callable[[], None]) -> None:
         """Call `retry` in a moment: once, however often this is asked for meanwhile, and not after `close`."""
@@ -169,6 +170,7 @@ class AsyncRouter(Generic[In]):
 
     `on_message(peer, message)` and `on_lost(peer)` are called on the loop. A peer whose messages cannot be trusted is
     cut off and reported as lost. `send` never blocks: a full peer is buffered up to a bound and then cut off as well.
+    With `strict`, such a peer is a LinkError instead: for peers without which this process cannot go on.
     """
 
     def __init__(
@@ -178,14 +180,17 @@ class AsyncRouter(Generic[In]):
         incarnation: int,
         on_message: Callable[[bytes, In], None],
         on_lost: Callable[[bytes], None],
+        *,
+        strict: bool = False,
     ) -> None:
         self._decoder = decoder
         self._incarnation = incarnation
+        self._strict = strict
         self._on_message = on_message
         self._on_lost = on_lost
         self._inbound: dict[bytes, _Inbound] = {}
         self._outbound: dict[bytes, _Outbound] = {}
-        self._banned: dict[bytes, None] = {}  # in order, so that the oldest can be forgotten
+        self._ended: dict[bytes, int] = {}  # oldest session still wanted; in order, so that the first can be forgotten
         socket = _open(zmq.ROUTER)
         socket.set(zmq.ROUTER_MANDATORY, 1)
         socket.set(zmq.ROUTER_HANDOVER, 1)
@@ -200,13 +205,20 @@ class AsyncRouter(Generic[In]):
     def peers(self) -> tuple[bytes, ...]:
         return tuple(self._inbound)
 
+    def incarnation_of(self, peer: bytes) -> int:
+        """Number of the peer's present session. KeyError for one that is gone."""
+        return self._inbound[peer].incarnation
+
     def send(self, peer: bytes, message: Message) -> bool:
         """Send, or buffer; False when the peer is gone (its loss has then been reported)."""
-        if peer not in self._inbound:
+        inbound = self._inbound.get(peer)
+        if inbound is None:
             return False
         outbound = self._outbound.get(peer)
         if outbound is None:
-            outbound = self._outbound[peer] = _Outbound(max(self._incarnation, new_incarnation()))
+            # Above the peer's own number, even where the clock has been set back.
+            incarnation = max(self._incarnation, new_incarnation(), inbound.incarnation + 1)
+            outbound = self._outbound[peer] = _Outbound(incarnation)
         frames = outbound.frame(encode(message))
         if not outbound.backlog and self._try_send(peer, frames):
             return peer in self._inbound
@@ -214,8 +226,7 @@ class AsyncRouter(Generic[In]):
             return False
         outbound.backlog.append(frames)
         if len(outbound.backlog) > _MAX_BACKLOG:
-            log.warning("a peer does not read: cut off with %d messages waiting for it", len(outbound.backlog))
-            self.cut_off(peer)
+            self._cut_off(peer, f"{len(outbound.backlog)} messages wait, and it does not read")
             return False
         self._io.retry_later(self._retry)
         return True
@@ -244,26 +255,28 @@ class AsyncRouter(Generic[In]):
         if waiting:
             self._io.retry_later(self._retry)
 
-    def cut_off(self, peer: bytes) -> None:
-        """Send nothing more to this peer and hear nothing more from it."""
-        self._banned[peer] = None
-        if len(self._banned) > _MAX_BANNED:
-            del self._banned[next(iter(self._banned))]
+    def _cut_off(self, peer: bytes, why: str) -> None:
+        """Send nothing more to this peer in its present session, and hear nothing more of it."""
+        if self._strict:
+            raise LinkError(f"{peer!r}: {why}")
+        log.warning("a peer is cut off: %s", why)
         self._lose(peer)
 
     def _lose(self, peer: bytes) -> None:
-        known = self._inbound.pop(peer, None)
         self._outbound.pop(peer, None)
-        if known is not None:
-            self._on_lost(peer)
+        known = self._inbound.pop(peer, None)
+        if known is None:
+            return
+        self._ended.pop(peer, None)
+        self._ended[peer] = known.incarnation + 1
+        if len(self._ended) > _MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+        self._on_lost(peer)
 
     def _on_frames(self, frames: list[bytes]) -> None:
         peer = frames[0]
-        if peer in self._banned:
-            return
-        inbound = self._inbound.get(peer)
-        if inbound is None:
-            inbound = self._inbound[peer] = _Inbound()
+        known = self._inbound.get(peer)
+        inbound = known or _Inbound(self._ended.get(peer, 0))
         session = inbound.incarnation
         try:
             if len(frames) != 3:
@@ -272,10 +285,11 @@ class AsyncRouter(Generic[In]):
                 return
             message = self._decoder(frames[2])
         except (LinkError, msgspec.DecodeError) as error:
-            log.warning("a peer is cut off: %s", error)
-            self.cut_off(peer)
+            self._inbound[peer] = inbound
+            self._cut_off(peer, str(error))
             return
-        if session and inbound.incarnation != session:
+        self._inbound[peer] = inbound
+        if known is not None and inbound.incarnation != session:
             # The same peer in a new session: what the old one left is void.
             self._outbound.pop(peer, None)
             self._on_lost(peer)
@@ -318,8 +332,8 @@ class AsyncDealer(Generic[In]):
         self._on_message = on_message
         self._on_connected = on_connected
         self._on_lost = on_lost
-        self._inbound = _Inbound()
         self._outbound = _Outbound(incarnation or new_incarnation())
+        self._inbound = _Inbound(self._outbound.incarnation)
         self.connected = False
         socket = _open(zmq.DEALER)
         socket.set(zmq.IDENTITY, identity)
@@ -370,8 +384,8 @@ class AsyncDealer(Generic[In]):
             self._on_connected()
         elif event == zmq.EVENT_DISCONNECTED and self.connected:
             self.connected = False
-            self._inbound.end_session()
             self._outbound = _Outbound(new_incarnation())
+            self._inbound = _Inbound(self._outbound.incarnation)
             self._on_lost()
 
     def close(self) -> None:
@@ -383,8 +397,8 @@ class BlockingDealer(Generic[In]):
 
     def __init__(self, endpoint: str, identity: bytes, decoder: Decoder[In], incarnation: int = 0) -> None:
         self._decoder = decoder
-        self._inbound = _Inbound()
         self._outbound = _Outbound(incarnation or new_incarnation())
+        self._inbound = _Inbound(self._outbound.incarnation)
         self._socket = _open(zmq.DEALER)
         self._socket.set(zmq.IDENTITY, identity)
         self._socket.connect(endpoint)
@@ -427,22 +441,27 @@ class StatsPublisher:
 
 
 class StatsSubscriber:
-    """Calls `on_stats` on the loop with the newest counters."""
+    """Calls `on_stats` on the loop with the newest counters, and `on_lost` when their sender is gone."""
 
-    def __init__(self, endpoint: str, on_stats: Callable[[Stats], None]) -> None:
+    def __init__(self, endpoint: str, on_stats: Callable[[Stats], None], on_lost: Callable[[], None]) -> None:
         self._decoder: Decoder[Stats] = Decoder(Stats)
         self._on_stats = on_stats
+        self._on_lost = on_lost
         self._endpoint = endpoint
         socket = _open(zmq.SUB)
         socket.set(zmq.SUBSCRIBE, b"")
         self._io = _AsyncSocket(socket, zmq.EVENT_DISCONNECTED)
 
     def start(self) -> None:
-        self._io.start(self._on_frames, lambda event: None)
+        self._io.start(self._on_frames, self._on_event)
         self._io.socket.connect(self._endpoint)
 
     def _on_frames(self, frames: list[Any]) -> None:
         self._on_stats(self._decoder(frames[0]))
+
+    def _on_event(self, event: int) -> None:
+        self._io.drain()  # the last counters of a sender must not come after its loss
+        self._on_lost()
 
     def close(self) -> None:
         self._io.close()

@@ -13,7 +13,7 @@ import itertools
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from .channels import AsyncDealer
 from .codec import Decoder
@@ -33,9 +33,28 @@ from .messages import (
     TokenPrompt,
     Welcome,
 )
+from .validation import InvalidRequest, validate_options, validate_params
 
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
 T = TypeVar("T")
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may say besides its prompt and how to sample; all of it is optional.
+
+    `external_id`: the client's own name for the request, for logs. `priority`: lower goes first, under the server's
+    priority policy. `ttft_target_ms`: refuse the request at once (429) when its first token is predicted to come later;
+    None leaves that to the server. `cache_pin_seconds`: how long the prompt's KV stays cached at least. `namespace`:
+    requests of different namespaces share no cached prefix. `tenant`: whose fair share the request uses.
+    `ipc.validation` holds the bounds.
+    """
+
+    external_id: str
+    priority: int
+    ttft_target_ms: float | None
+    cache_pin_seconds: float
+    namespace: str
+    tenant: str
 
 
 class RequestFailed(Exception):
@@ -173,8 +192,11 @@ class AsyncClient:
     def live_requests(self) -> int:
         return sum(len(link.streams) for link in self._links)
 
-    def generate(self, prompt: Prompt, params: SamplingParams, *, external_id: str = "", namespace: str = "") -> Stream:
-        """Send a request; the stream fails at once when no engine is there."""
+    def generate(self, prompt: Prompt, params: SamplingParams, **options: Unpack[RequestOptions]) -> Stream:
+        """Send a request; the stream fails at once when no engine is there or a number is out of bounds.
+
+        The prompt is checked by the engine, whose answer to a bad one has the same form.
+        """
         ready = [link for link in self._links if link.model is not None]
         request_id = next(self._ids)
         stream = Stream(request_id, params.n, self._abort)
@@ -182,7 +204,15 @@ class AsyncClient:
             stream._put(_unavailable(request_id, "the engine is not ready"))
             return stream
         link = min(ready, key=lambda link: len(link.streams))
-        if not link.dealer.send(Generate(request_id, prompt, params, external_id, namespace)):
+        assert link.model is not None
+        try:
+            # Also of values whose type is wrong: the engine would take the whole connection for broken.
+            validate_params(params, link.model)
+            validate_options(**options)
+        except InvalidRequest as error:
+            stream._put(Failed(request_id, 400, error.message, "invalid_request_error", error.param, error.code))
+            return stream
+        if not link.dealer.send(Generate(request_id, prompt, params, **options)):
             stream._put(_unavailable(request_id, "the engine takes no more requests"))
             return stream
         link.streams[request_id] = stream
@@ -228,11 +258,13 @@ class Client:
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[list[Delta | Finished]]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams, **options: Unpack[RequestOptions]
+    ) -> Iterator[list[Delta | Finished]]:
         """Send a request and iterate over what arrives; leaving the loop early aborts it. Raises `RequestFailed`."""
 
         async def start() -> tuple[Stream, AsyncIterator[list[Delta | Finished]]]:
-            stream = self._client.generate(prompt, params)
+            stream = self._client.generate(prompt, params, **options)
             return stream, stream.__aiter__()
 
         async def following(items: AsyncIterator[list[Delta | Finished]]) -> list[Delta | Finished] | None:
@@ -246,11 +278,13 @@ class Client:
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(stream.abort)
 
-    def generate(self, prompt: Prompt, params: SamplingParams) -> list[tuple[str, Finished]]:
+    def generate(
+        self, prompt: Prompt, params: SamplingParams, **options: Unpack[RequestOptions]
+    ) -> list[tuple[str, Finished]]:
         """Send a request and wait for all its choices: text and end of each, in order of index."""
         texts: dict[int, list[str]] = {}
         ends: dict[int, Finished] = {}
-        for items in self.stream(prompt, params):
+        for items in self.stream(prompt, params, **options):
             for item in items:
                 if isinstance(item, Finished):
                     ends[item.index] = item

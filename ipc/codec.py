@@ -37,6 +37,18 @@ def unpack_ints(data: bytes) -> Sequence[int]:
     return values
 
 
+def pack_int64s(values: Iterable[int]) -> bytes:
+    """int64 bytes of `values`; OverflowError when one does not fit."""
+    return array("q", values).tobytes()
+
+
+def unpack_int64s(data: bytes) -> Sequence[int]:
+    """The int64 values in `data`; ValueError when its length is not a multiple of 8."""
+    values = array("q")
+    values.frombytes(data)
+    return values
+
+
 def pack_floats(values: Iterable[float]) -> bytes:
     """float32 bytes of `values`."""
     return array("f", values).tobytes()

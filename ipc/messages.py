@@ -63,6 +63,9 @@ class SamplingParams(Message, frozen=True):
     skip_special_tokens: bool = True
     logprobs: int | None = None  # None: none; k: the chosen token's and the k best
     n: int = 1
+    stop_on_loop: int | None = (
+        None  # repeats of one sequence at the end that end the output; 0: off; None: the server's
+    )
 
 
 class Generate(Message, frozen=True):
@@ -71,6 +74,10 @@ class Generate(Message, frozen=True):
     params: SamplingParams
     external_id: str = ""  # x-request-id, for logs and timelines only
     namespace: str = ""  # prefix-cache namespace, set by the authenticated frontend
+    tenant: str = ""  # whose fair share this uses, set by the frontend
+    priority: int = 0  # lower goes first, under the priority policy
+    ttft_target_ms: float | None = None  # refuse at once when the first token is predicted to come later
+    cache_pin_seconds: float = 0.0  # keep the prompt's KV cached at least this long
 
 
 class Abort(Message, frozen=True):
@@ -195,6 +202,11 @@ class Submit(Message, frozen=True):
     sampling: SamplingSpec
     namespace: str = ""
     external_id: str = ""  # the client's name for it, to tell people by
+    tenant: str = ""
+    priority: int = 0
+    ttft_target_ms: float | None = None  # None: the scheduler's own setting
+    cache_pin_seconds: float = 0.0
+    stop_on_loop: int = 0
 
 
 class AbortRequests(Message, frozen=True):
@@ -239,12 +251,18 @@ class RowOutput(Message, frozen=True):
     stop_token: int | None = None  # the id that ended it
     cached_tokens: int = 0
     logprobs: tuple[RawLogprobs, ...] = ()
+    loop: bool = False  # `finish` is "stop" because the output repeats itself
 
 
 class StepOutputs(Message, frozen=True):
-    """Everything one step has for one tokenizer."""
+    """Everything one step has for one tokenizer.
+
+    Rows with one token and nothing else to say are columns: a thousand of them cost one message struct.
+    """
 
     rows: tuple[RowOutput | Failed, ...]
+    plain_ids: bytes = b""  # int64: request ids of the plain rows
+    plain_tokens: bytes = b""  # int32: one token of each
 
 
 FromScheduler = SchedulerReady | StepOutputs
@@ -267,6 +285,9 @@ class StepPlan(Message, frozen=True):
 
     `scheduled` rows have four columns: row, start position, number of tokens, 1 if the token after the last one is to
     be sampled. The worker takes token ids from its own copy of the row, into which it also writes what it samples.
+
+    Plans are carried out in order. The copies of a plan may run beside its forward, which touches none of their blocks,
+    and are complete before anything of the next plan begins. A plan can have copies and nothing to compute.
     """
 
     step: int
@@ -274,6 +295,8 @@ class StepPlan(Message, frozen=True):
     freed_rows: bytes  # int32: rows whose request has ended or was preempted
     new_blocks: bytes  # int32 x 3: row, index in its block table, block id
     scheduled: bytes  # int32 x 4: row, start, count, sample
+    copies_out: bytes = b""  # int32 x 2: KV block id, host block id
+    copies_in: bytes = b""  # int32 x 2: host block id, KV block id
 
 
 ToWorker = StepPlan
@@ -282,6 +305,7 @@ ToWorker = StepPlan
 class WorkerReady(Message, frozen=True):
     rank: int
     num_blocks: int
+    num_host_blocks: int = 0
 
 
 class StepResult(Message, frozen=True):
@@ -323,3 +347,15 @@ class Stats(Message, frozen=True):
     oldest_request_seconds: float  # since the last progress of the request that has waited longest for any
     stuck_request: str = ""
     device_busy_seconds: float = 0.0
+    engine_ready: bool = True  # False while the ranks are being restarted
+    recoveries: int = 0
+    waiting_tokens: int = 0  # prompt tokens of the waiting requests
+    refused_deadline: int = 0  # of the refused: predicted to miss their TTFT target
+    recomputed_tokens: int = 0  # computed before and lost to a preemption or a recovery
+    evicted_blocks: int = 0  # cached blocks given up for good
+    swapped_out_blocks: int = 0  # copied to the host tier
+    swapped_in_blocks: int = 0
+    host_blocks_total: int = 0
+    host_blocks_used: int = 0
+    pinned_blocks: int = 0
+    loop_stops: int = 0

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 
 from .codec import unpack_ints
-from .messages import ChatPrompt, ModelInfo, SamplingParams, TextPrompt, TokenPrompt
+from .messages import ChatPrompt, Generate, ModelInfo, SamplingParams, TextPrompt, TokenPrompt
 
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
@@ -22,6 +22,12 @@ MAX_PENALTY = 2.0
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite
 MAX_REPETITION_PENALTY = 2.0
 MAX_BIAS = 100.0
+MAX_LOOP_REPEATS = 1000
+MAX_PRIORITY = 1_000_000
+MIN_TTFT_TARGET_MS = 1.0
+MAX_TTFT_TARGET_MS = 3_600_000.0
+MAX_PIN_SECONDS = 3600.0
+MAX_NAME = 128  # characters of a namespace, a tenant or an external id
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _INT64 = 1 << 63
@@ -40,6 +46,11 @@ class InvalidRequest(ValueError):
 def validate(prompt: TextPrompt | ChatPrompt | TokenPrompt, params: SamplingParams, model: ModelInfo) -> None:
     """Raise `InvalidRequest` for the first field that is out of bounds for this model."""
     validate_params(params, model)
+    validate_prompt(prompt, params, model)
+
+
+def validate_prompt(prompt: TextPrompt | ChatPrompt | TokenPrompt, params: SamplingParams, model: ModelInfo) -> None:
+    """Raise `InvalidRequest` for a prompt that this model cannot take, with valid `params`."""
     if isinstance(prompt, TextPrompt):
         _check_text("prompt", prompt.text)
         if not prompt.text:
@@ -64,16 +75,57 @@ def validate_params(params: SamplingParams, model: ModelInfo) -> None:
         _check_int("seed", params.seed, -_INT64, _INT64 - 1)
     if params.logprobs is not None:
         _check_int("logprobs", params.logprobs, 0, min(MAX_LOGPROBS, model.vocab_size))
+    if params.stop_on_loop is not None:
+        _check_loop(params.stop_on_loop)
     _check_lengths(params, model)
     _check_stops(params, model)
     _check_bias(params, model)
+
+
+def validate_options(
+    *,
+    external_id: str = "",
+    priority: int = 0,
+    ttft_target_ms: float | None = None,
+    cache_pin_seconds: float = 0.0,
+    namespace: str = "",
+    tenant: str = "",
+) -> None:
+    """Raise `InvalidRequest` for the first field out of bounds, of those that are neither prompt nor sampling."""
+    check_characters("external_id", external_id, MAX_NAME)
+    _check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+    if ttft_target_ms is not None:
+        _check_float("ttft_target_ms", ttft_target_ms, MIN_TTFT_TARGET_MS, MAX_TTFT_TARGET_MS)
+    _check_float("cache_pin_seconds", cache_pin_seconds, 0.0, MAX_PIN_SECONDS)
+    check_characters("namespace", namespace, MAX_NAME)
+    check_characters("tenant", tenant, MAX_NAME)
+
+
+def validate_generate(request: Generate, model: ModelInfo) -> None:
+    """Raise `InvalidRequest` for the first field of a whole request that is out of bounds for this model."""
+    validate_options(
+        external_id=request.external_id,
+        priority=request.priority,
+        ttft_target_ms=request.ttft_target_ms,
+        cache_pin_seconds=request.cache_pin_seconds,
+        namespace=request.namespace,
+        tenant=request.tenant,
+    )
+    validate(request.prompt, request.params, model)
+
+
+def check_characters(name: str, value: str, most: int) -> None:
+    """Raise `InvalidRequest` when `value` is no text of at most `most` characters."""
+    _check_text(name, value)
+    if len(value) > most:
+        raise InvalidRequest(f"{name} may have at most {most} characters, not {len(value)}", name)
 
 
 def _check_float(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequest(f"{name} must be a number", name)
     if not math.isfinite(value) or value < low or value > high or (above and value <= low):
-        bounds = f"above {low:g} and at most {high:g}" if above else f"between {low:g} and {high:g}"
+        bounds = f"above {low:g} and at most {high:g}" if above else f"between {low:g} and {high:.7g}"
         raise InvalidRequest(f"{name} must be {bounds}", name)
 
 
@@ -82,6 +134,13 @@ def _check_int(name: str, value: int, low: int, high: int) -> None:
         raise InvalidRequest(f"{name} must be an integer", name)
     if not low <= value <= high:
         raise InvalidRequest(f"{name} must be between {low} and {high}", name)
+
+
+def _check_loop(repeats: int) -> None:
+    """A sequence that stands once repeats nothing, so 1 is no number of repeats."""
+    _check_int("stop_on_loop", repeats, 0, MAX_LOOP_REPEATS)
+    if repeats == 1:
+        raise InvalidRequest(f"stop_on_loop must be 0 (off) or between 2 and {MAX_LOOP_REPEATS}", "stop_on_loop")
 
 
 def _check_text(name: str, value: str) -> int:

@@ -10,11 +10,12 @@ from config.resolve import resolve
 from config.sources import ConfigError, read_settings
 from ipc.control import StartError
 from launch import __version__
+from launch.fleet import Engine
 from launch.listen import open_listener
 from launch.machine import look_around
 from launch.model_source import locate
 from launch.progress import StartDisplay
-from launch.supervisor import Engine, Supervisor
+from launch.supervisor import Supervisor
 
 
 def main() -> int:
@@ -61,6 +62,7 @@ def main() -> int:
         served_names=config.model.served_model_name or (source.name,),
         kv_memory_bytes=plan.kv,
         num_blocks=plan.num_blocks,
+        num_host_blocks=plan.num_host_blocks,
     )
     with listener or contextlib.nullcontext():
         return Supervisor(engine, listener, display).run()

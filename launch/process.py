@@ -21,6 +21,7 @@ class Process:
 
     def __init__(self, spec: ChildSpec, on_change: Callable[["Process"], None]) -> None:
         self.role = spec.role
+        self.index = spec.index
         self.name = f"{spec.role} {spec.index}"
         self.stage = "starting"
         self.fraction: float | None = None
@@ -84,6 +85,8 @@ class Process:
 
     def ending(self) -> str:
         """How it ended, in words."""
+        if self.start_failure is not None:
+            return f"{self.name} could not start: {self.start_failure}"
         status = self.exit_status
         if status is not None and status < 0:
             how = f"was killed by signal {-status} ({signal.Signals(-status).name})"
@@ -129,6 +132,8 @@ class Process:
                 self.stage, self.fraction, self.ready = "ready", None, True
             case StartFailed():
                 self.start_failure = status.message
+                # Its end is what counts, so that the death of another rank, which made this one fail, is seen first.
+                self.send_signal(signal.SIGKILL)
             case Idle():
                 self.idle = True
         self._on_change(self)

@@ -1,4 +1,4 @@
-"""What the launcher shows on stderr while the engine starts."""
+"""What the launcher shows on stderr: how far the processes have come, and what happens to them."""
 
 import sys
 import time
@@ -43,11 +43,6 @@ class StartDisplay:
 
     def _time(self) -> str:
         return f"[{time.monotonic() - self._began:6.2f} s]"
-
-    def restart(self) -> None:
-        """Count from now, with nothing started."""
-        self._began = time.monotonic()
-        self._stages.clear()
 
     def _write(self, text: str) -> None:
         self._stream.write(text)

@@ -50,17 +50,10 @@ class RunDirectory:
             "Set TMPDIR to a writable directory with a short path."
         )
 
-    def forget_sockets(self) -> None:
-        """Remove what processes that are gone have left, before their successors start."""
-        for path in self.path.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != _LOCK:
-                path.unlink()
-
     def write_private(self, name: str, content: bytes) -> Path:
-        """A new file that only this user may read."""
+        """A new file that only this user may read, in place of an older one of that name."""
         path = self.path / name
+        path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)

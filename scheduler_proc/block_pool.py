@@ -1,20 +1,25 @@
-"""The KV block pool: which block ids are free. Whose the others are is told by the radix tree and the requests."""
+"""A pool of block ids, of the KV cache or of the host tier: which are free. Whose the others are, their owners know."""
 
-from collections import deque
 from collections.abc import Sequence
 
 
 class BlockPool:
     """`total` block ids, 0 to total - 1: free, in use, or in transit.
 
-    A block in transit has been released, but a step that is still running on the device names it: it becomes free when
-    that step's result arrives, so that no later plan can hand it out while the device might still touch it.
+    Steps run in the order of their plans, so a released block can be in the very next plan. Not so while a copy between
+    the tiers reads or writes it: copies of a plan run beside its forward, and are complete only when the next plan's
+    work begins. Until that plan is being made such a block is in transit.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self._free = list(range(total - 1, -1, -1))
-        self._in_transit: deque[tuple[int, Sequence[int]]] = deque()
+        self.reset()
+
+    def reset(self) -> None:
+        """All blocks are free, as at the start; plans may be numbered anew."""
+        self._free = list(range(self.total - 1, -1, -1))
+        self._in_transit: list[tuple[int, Sequence[int]]] = []  # the plan that copies them, block ids
+        self._plan = -1
         self.num_in_transit = 0
 
     @property
@@ -24,7 +29,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """`count` free block ids; ValueError when there are fewer."""
         if count > len(self._free):
-            raise ValueError(f"{count} blocks wanted, {len(self._free)} free")
+            raise ValueError(f"count: {count} blocks wanted, {len(self._free)} free")
         if count == 0:
             return []
         taken = self._free[-count:]
@@ -32,22 +37,27 @@ class BlockPool:
         taken.reverse()
         return taken
 
-    def release(self, blocks: Sequence[int], last_step: int | None) -> None:
-        """Give blocks back: at once, or once step `last_step`, the last one that names them, has returned."""
+    def release(self, blocks: Sequence[int], until_plan: int | None) -> None:
+        """Give blocks back: at once, or after plan `until_plan`, which still copies from or to them."""
         if not blocks:
             return
-        if last_step is None:
+        if until_plan is None or until_plan < self._plan:
             self._free.extend(blocks)
         else:
-            self._in_transit.append((last_step, blocks))
+            self._in_transit.append((until_plan, blocks))
             self.num_in_transit += len(blocks)
 
-    def step_returned(self, step: int) -> None:
-        """The device is done with `step` and all before it."""
-        while self._in_transit and self._in_transit[0][0] <= step:
-            blocks = self._in_transit.popleft()[1]
-            self.num_in_transit -= len(blocks)
-            self._free.extend(blocks)
+    def begin_plan(self, number: int) -> None:
+        """Plan `number` is being made: the copies of all before it are done when its work begins."""
+        self._plan = number
+        still: list[tuple[int, Sequence[int]]] = []
+        for until_plan, blocks in self._in_transit:
+            if until_plan < number:
+                self.num_in_transit -= len(blocks)
+                self._free.extend(blocks)
+            else:
+                still.append((until_plan, blocks))
+        self._in_transit = still
 
     def free_ids(self) -> list[int]:
         """A copy of the free list, for the invariant checks."""

@@ -1,43 +1,58 @@
 """The scheduler core: `handle(event) -> commands`.
 
 What does not belong here: sockets, clocks, threads and logging (see `main`), which request goes next (`planner`), which
-block holds what (`kv_manager`). Same events, same commands: the core can be recorded, replayed and simulated.
+block holds what (`kv_manager`), whether a request may come in (`checks`). Same events, same commands: the core can be
+recorded, replayed and simulated.
 """
 
+import math
 from array import array
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from config.schema import SchedulerConfig
 from ipc.codec import pack_ints, unpack_ints
-from ipc.messages import Failed, FinishReason, NewRow, RawLogprobs, RowOutput, Stats, StepPlan, StepResult, Submit
+from ipc.messages import (
+    Failed,
+    FinishReason,
+    NewRow,
+    RawLogprobs,
+    RowOutput,
+    Stats,
+    StepOutputs,
+    StepPlan,
+    StepResult,
+    Submit,
+)
+from scheduler_proc.admission import TtftPredictor
+from scheduler_proc.batching import BatchGate, Batching
+from scheduler_proc.checks import Checks
+from scheduler_proc.cost_model import CostModel, StepShape
 from scheduler_proc.events import (
     Aborted,
     Arrived,
     Command,
+    EngineFailed,
     EngineLost,
+    EngineReady,
     Event,
     PeerLost,
     SendOutputs,
     SendPlan,
     StepDone,
     Stopped,
+    Tick,
+    WakeAt,
 )
 from scheduler_proc.kv_manager import KVManager
-from scheduler_proc.planner import Planner, Scheduled, Step
-from scheduler_proc.request import Request, State
+from scheduler_proc.planner import Planner, Step
+from scheduler_proc.request import Request
 
 MAX_STEPS_IN_FLIGHT = 2  # the device runs one while the next already waits for it
 
 
 class ProtocolError(Exception):
     """A rank's result that does not belong to the oldest step in flight: the engine cannot be trusted any more."""
-
-
-@dataclass(slots=True, frozen=True)
-class _InFlight:
-    number: int
-    scheduled: list[Scheduled]
 
 
 @dataclass(slots=True)
@@ -51,25 +66,53 @@ class Counters:
     finished: int = 0
     aborted: int = 0
     refused: int = 0
+    loop_stops: int = 0
+    recoveries: int = 0
     device_busy_us: int = 0
 
 
-class SchedulerCore:
-    """Requests in, plans and tokens out."""
+@dataclass(slots=True)
+class _Outbox:
+    """What one event has for one tokenizer."""
 
-    def __init__(self, config: SchedulerConfig, *, num_blocks: int, max_model_len: int, vocab_size: int) -> None:
-        self._config = config
-        self._max_model_len = max_model_len
+    rows: list[RowOutput | Failed] = field(default_factory=list)
+    plain_ids: "array[int]" = field(default_factory=lambda: array("q"))
+    plain_tokens: "array[int]" = field(default_factory=lambda: array("i"))
+
+
+class SchedulerCore:
+    """Requests in, plans and tokens out. It plans nothing before `EngineReady`."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        vocab_size: int,
+        num_host_blocks: int = 0,
+        batching: Batching = "continuous",
+        cost_model: CostModel | None = None,
+    ) -> None:
+        assert config.max_step_tokens is not None
         self._vocab_size = vocab_size
-        self.kv = KVManager(num_blocks, config.block_size, config.prefix_cache)
-        self.planner = Planner(config, self.kv)
+        self.kv = KVManager(config, num_blocks, num_host_blocks)
+        self.cost_model = cost_model or CostModel()
+        self.gate = BatchGate(batching, config.max_seqs, config.batch_wait_ms / 1e3)
+        self.planner = Planner(config, self.kv, self.cost_model, self.gate)
+        max_itl = None if config.max_itl_ms is None else config.max_itl_ms / 1e3
+        self.predictor = TtftPredictor(self.cost_model, config.max_step_tokens, max_itl)
+        self.checks = Checks(config, self.kv, self.planner, self.predictor, max_model_len, vocab_size)
         self.requests: dict[tuple[bytes, int], Request] = {}
         self.counters = Counters()
-        self._in_flight: deque[_InFlight] = deque()
+        self.engine_ready = False
+        self.last_shape = StepShape(0, 0.0, 0, 0)  # of the newest plan
+        self._in_flight: deque[Step] = deque()
         self._next_step = 0
+        self._next_order = 0
         self._freed_rows: list[int] = []
-        self._queued_tokens = 0
-        self._lost: str | None = None
+        self.wake_at: float | None = None  # when waiting for a batch to fill ends, if that is what it does
+        self._failed: str | None = None
 
     @property
     def steps_in_flight(self) -> int:
@@ -77,15 +120,12 @@ class SchedulerCore:
 
     def handle(self, event: Event) -> list[Command]:
         """Take one event in; the commands are to be carried out in order."""
-        commands: list[Command] = []
+        outboxes: dict[bytes, _Outbox] = {}
         match event:
-            case StepDone(time, result):
-                commands += self._step_done(time, result)
+            case StepDone(time, result, ended):
+                self._step_done(time, result, ended, outboxes)
             case Arrived(time, peer, submit):
-                refusal = self._arrive(time, peer, submit)
-                if refusal is not None:
-                    self.counters.refused += 1
-                    commands.append(SendOutputs(peer, (refusal,)))
+                self._arrive(time, peer, submit, outboxes)
             case Aborted(_, peer, request_ids):
                 for request_id in request_ids:
                     self._abort(self.requests.get((peer, request_id)))
@@ -94,65 +134,49 @@ class SchedulerCore:
             case PeerLost(_, peer):
                 for request in [request for request in self.requests.values() if request.peer == peer]:
                     self._abort(request)
-            case EngineLost(_, reason):
-                return self._fail_all(reason)
-        while len(self._in_flight) < MAX_STEPS_IN_FLIGHT and self._lost is None:
-            plan = self._plan()
+            case EngineReady():
+                self.engine_ready = self._failed is None
+            case EngineLost():
+                self._lose_engine()
+            case EngineFailed(_, reason):
+                self._fail_all(reason, outboxes)
+            case Tick():
+                pass
+        commands: list[Command] = [
+            SendOutputs(peer, StepOutputs(tuple(box.rows), box.plain_ids.tobytes(), box.plain_tokens.tobytes()))
+            for peer, box in outboxes.items()
+        ]
+        self.wake_at = None
+        while len(self._in_flight) < MAX_STEPS_IN_FLIGHT and self.engine_ready:
+            plan = self._plan(event.time)
             if plan is None:
                 break
             commands.append(SendPlan(plan))
+        if self.wake_at is not None and math.isfinite(self.wake_at):
+            commands.append(WakeAt(self.wake_at))
         return commands
 
     # --- requests ---
 
-    def _arrive(self, time: float, peer: bytes, submit: Submit) -> Failed | None:
+    def _arrive(self, time: float, peer: bytes, submit: Submit, outboxes: dict[bytes, _Outbox]) -> None:
         """Queue a request, or say why not."""
         tokens: array[int] = array("i")
         tokens.frombytes(submit.token_ids)
-        if (refusal := self._check(peer, submit, tokens)) is not None:
-            return refusal
-        request = Request(peer, submit, tokens, time)
+        request = Request(peer, submit, tokens, time, self._next_order)
+        if self._failed is not None:
+            refusal: Failed | None = _unavailable(submit.request_id, self._failed)
+        elif (peer, submit.request_id) in self.requests:
+            refusal = self.checks.duplicate(submit)
+        else:
+            refusal = self.checks.refusal(request, submit)
+        if refusal is not None:
+            self.counters.refused += 1
+            outboxes.setdefault(peer, _Outbox()).rows.append(refusal)
+            return
+        self._next_order += 1
         self.requests[peer, submit.request_id] = request
         self.planner.add(request)
-        self._queued_tokens += request.num_prompt
-        return None
-
-    def _check(self, peer: bytes, submit: Submit, tokens: "array[int]") -> Failed | None:
-        def refuse(message: str, param: str | None, status: int = 400, retry_after: float | None = None) -> Failed:
-            kinds = {400: "invalid_request_error", 429: "rate_limit_error", 503: "server_error"}
-            codes = {400: None, 429: "queue_full", 503: "engine_unavailable"}
-            return Failed(submit.request_id, status, message, kinds[status], param, codes[status], retry_after)
-
-        if self._lost is not None:
-            return refuse(self._lost, None, 503, 1.0)
-        if (peer, submit.request_id) in self.requests:
-            return refuse(f"request_id {submit.request_id} is already in use", "request_id")
-        if not tokens:
-            return refuse("prompt: it must have at least one token", "prompt")
-        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
-            return refuse(f"prompt: token ids must be from 0 to {self._vocab_size - 1}", "prompt")
-        if submit.max_tokens < 1:
-            return refuse(f"max_tokens: {submit.max_tokens} is below 1", "max_tokens")
-        total = len(tokens) + submit.max_tokens
-        if total > self._max_model_len:
-            return refuse(
-                f"max_tokens: the prompt's {len(tokens)} tokens plus {submit.max_tokens} exceed the context of "
-                f"{self._max_model_len}",
-                "max_tokens",
-            )
-        blocks = self.kv.blocks_for(total)
-        if blocks > self.kv.pool.total:
-            return refuse(
-                f"max_tokens: prompt and output of {total} tokens need {blocks} KV blocks, the whole pool has "
-                f"{self.kv.pool.total}",
-                "max_tokens",
-            )
-        waiting = len(self.planner.waiting)
-        if waiting >= self._config.max_queue_requests:
-            return refuse(f"{waiting} requests are waiting already; try again later", None, 429, 1.0)
-        if waiting and self._queued_tokens + len(tokens) > self._config.max_queue_tokens:
-            return refuse(f"{self._queued_tokens} prompt tokens are waiting already; try again later", None, 429, 1.0)
-        return None
+        self.checks.queued_tokens += request.num_prompt
 
     def _abort(self, request: Request | None) -> None:
         if request is not None:  # else it ended while the abort was on its way
@@ -168,47 +192,50 @@ class SchedulerCore:
     def _end(self, request: Request) -> None:
         """Release everything of a request; a result still on its way for it will be dropped."""
         del self.requests[request.peer, request.request_id]
-        if request.state is State.WAITING and request.cached_tokens < 0:
-            self._queued_tokens -= request.num_prompt
-        row = self.planner.remove(request, self._last_step())
+        if request.cached_tokens < 0:
+            self.checks.queued_tokens -= request.num_prompt
+        row = self.planner.remove(request)
         if row is not None:
             self._freed_rows.append(row)
 
-    def _fail_all(self, reason: str) -> list[Command]:
-        self._lost = reason
-        self._in_flight.clear()  # nobody will compute these, nor touch their blocks
-        self.kv.pool.step_returned(self._next_step)
-        failures: dict[bytes, list[Failed]] = {}
+    def _lose_engine(self) -> None:
+        """Nobody will answer the steps in flight; running requests wait to be computed again."""
+        self.engine_ready = False
+        self._in_flight.clear()
+        self._freed_rows.clear()
+        self.planner.reset(self._next_step)
+        self.counters.recoveries += 1
+
+    def _fail_all(self, reason: str, outboxes: dict[bytes, _Outbox]) -> None:
+        self._failed = reason
+        self.engine_ready = False
+        self._in_flight.clear()
         for request in list(self.requests.values()):
-            failed = Failed(request.request_id, 503, reason, "server_error", None, "engine_lost", 1.0)
-            failures.setdefault(request.peer, []).append(failed)
+            outboxes.setdefault(request.peer, _Outbox()).rows.append(_unavailable(request.request_id, reason))
             self._end(request)
-        return [SendOutputs(peer, tuple(rows)) for peer, rows in failures.items()]
 
     # --- steps ---
 
-    def _last_step(self) -> int | None:
-        return self._in_flight[-1].number if self._in_flight else None
-
-    def _plan(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute."""
-        step = self.planner.plan(self._last_step())
+    def _plan(self, now: float) -> StepPlan | None:
+        """The next step, or None when there is nothing to do."""
+        step = self.planner.plan(self._next_step, now)
+        self.wake_at = step.wake_at
         self._freed_rows += step.freed_rows
-        if not step.scheduled:
+        if not step.columns and not step.admitted and not self.kv.copies_out and not self.kv.copies_in:
             return None
         for request in step.admitted:
-            if request.epoch == 0:
-                self._queued_tokens -= request.num_prompt
+            if request.preemptions == 0:
+                self.checks.queued_tokens -= request.num_prompt
                 self.counters.prompt_tokens += request.num_prompt
-                self.counters.cached_tokens += request.cached_tokens
-        number = self._next_step
         self._next_step += 1
-        self._in_flight.append(_InFlight(number, step.scheduled))
-        plan = self._encode(number, step)
+        self._in_flight.append(step)
+        self.last_shape = step.shape
+        plan = self._encode(step)
         self._freed_rows = []
+        self.kv.end_plan()
         return plan
 
-    def _encode(self, number: int, step: Step) -> StepPlan:
+    def _encode(self, step: Step) -> StepPlan:
         new_rows = tuple(
             NewRow(
                 request.row,
@@ -219,93 +246,142 @@ class SchedulerCore:
             )
             for request in step.admitted
         )
-        new_blocks = array("i")
-        for request, first, blocks in step.grown:
-            for index, block in enumerate(blocks, first):
-                new_blocks.extend((request.row, index, block))
-        scheduled = array("i")
-        for item in step.scheduled:
-            scheduled.extend((item.request.row, item.start, item.count, item.sample))
-        return StepPlan(number, new_rows, pack_ints(self._freed_rows), new_blocks.tobytes(), scheduled.tobytes())
+        return StepPlan(
+            step.number,
+            new_rows,
+            pack_ints(self._freed_rows),
+            pack_ints(step.grown),
+            pack_ints(step.columns),
+            pack_ints([block for pair in self.kv.copies_out for block in pair]),
+            pack_ints([block for pair in self.kv.copies_in for block in pair]),
+        )
 
-    def _step_done(self, time: float, result: StepResult) -> list[Command]:
-        """Book a step's result: confirm what was computed, hand out what was sampled, end what has ended."""
-        if self._lost is not None:
-            return []
+    def _step_done(
+        self, time: float, result: StepResult, ended: tuple[int, ...] | None, outboxes: dict[bytes, _Outbox]
+    ) -> None:
+        """Book a step's result: hand out what was sampled, end what has ended.
+
+        The loop is what every token of every request goes through, so it is kept free of calls and objects: a token
+        that is nothing but the next one is two numbers in two columns.
+        """
+        if not self.engine_ready:
+            return
         if not self._in_flight or self._in_flight[0].number != result.step:
             due = self._in_flight[0].number if self._in_flight else "none"
             raise ProtocolError(f"result of step {result.step}, due is {due}")
-        flight = self._in_flight.popleft()
+        step = self._in_flight[0]
         token_ids = unpack_ints(result.token_ids)
-        sampled = sum(item.sample for item in flight.scheduled)
-        if len(token_ids) != sampled or len(result.logprobs) not in (0, sampled):
-            raise ProtocolError(f"step {result.step} has {len(token_ids)} tokens for {sampled} sampling rows")
-        self.kv.pool.step_returned(flight.number)
-        self.counters.device_busy_us += result.prepare_us + result.forward_us + result.sample_us
-        outputs: dict[bytes, list[RowOutput | Failed]] = {}
-        position = 0
-        for item in flight.scheduled:
-            self.counters.computed_tokens += item.count
-            request = item.request
-            live = request.epoch == item.epoch and request.state is State.RUNNING
-            if live:
-                request.num_confirmed = item.start + item.count
-                request.last_progress = time
-            if item.sample:
-                if live:
-                    logprobs = result.logprobs[position] if result.logprobs else None
-                    row = self._take_token(request, token_ids[position], logprobs)
-                    outputs.setdefault(request.peer, []).append(row)
-                position += 1
-            if live and item.count > 1 and request.state is State.RUNNING:
-                self.kv.publish(request)
-        return [SendOutputs(peer, tuple(rows)) for peer, rows in outputs.items()]
+        rows = step.decodes + [request for request, sample in step.prefills if sample]
+        if len(token_ids) != len(rows) or len(result.logprobs) not in (0, len(rows)):
+            raise ProtocolError(f"step {result.step} has {len(token_ids)} tokens for {len(rows)} sampling rows")
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            raise ProtocolError(f"step {result.step} sampled a token outside the vocabulary of {self._vocab_size}")
+        self._in_flight.popleft()
+        busy = result.prepare_us + result.forward_us + result.sample_us
+        self.cost_model.observe(step.shape, busy / 1e6)
+        self.counters.device_busy_us += busy
+        self.counters.computed_tokens += len(step.decodes) + step.prefill_tokens
+        for request, _ in step.prefills:
+            request.last_progress = time
+        number, index, taken = step.number, -1, 0
+        peer, box = b"", _Outbox()
+        for request, token in zip(rows, token_ids, strict=True):
+            index += 1
+            if request.row < 0 or number < request.first_valid_step:
+                continue  # it has ended or lost its blocks since
+            taken += 1
+            tokens = request.tokens
+            tokens.append(token)
+            request.last_progress = time
+            if request.peer != peer:
+                peer, box = request.peer, outboxes.setdefault(request.peer, _Outbox())
+            if (
+                len(tokens) > request.last
+                or (token in request.stop_token_ids if ended is None else index in ended)
+                or request.loop_detector is not None
+                or result.logprobs
+            ):
+                logprobs = result.logprobs[index] if result.logprobs else None
+                box.rows.append(self._take_special(request, token, logprobs, time, ended, index))
+            else:
+                box.plain_ids.append(request.request_id)
+                box.plain_tokens.append(token)
+        self.counters.generated_tokens += taken
 
-    def _take_token(self, request: Request, token: int, logprobs: RawLogprobs | None) -> RowOutput:
-        if not 0 <= token < self._vocab_size:
-            raise ProtocolError(f"sampled token {token} is outside the vocabulary of {self._vocab_size}")
-        request.tokens.append(token)
-        request.num_unknown -= 1
-        self.counters.generated_tokens += 1
+    def _take_special(
+        self,
+        request: Request,
+        token: int,
+        logprobs: RawLogprobs | None,
+        time: float,
+        ended: tuple[int, ...] | None,
+        index: int,
+    ) -> RowOutput:
+        """The output of a token that may be the last one, or has more to say than its id."""
         finish: FinishReason | None = None
         stop_token = None
-        if token in request.stop_token_ids and request.num_outputs > request.min_tokens:
+        loop = request.loop_detector is not None and request.loop_detector.take(token)
+        may_stop = request.num_outputs > request.min_tokens
+        if ended is not None:
+            if index in ended:
+                finish = "stop"
+        elif token in request.stop_token_ids and may_stop:
             finish, stop_token = "stop", token
-        elif request.num_outputs >= request.max_tokens:
+        elif loop and may_stop:
+            finish = "stop"
+        loop = finish is not None and stop_token is None and ended is None
+        if finish is None and len(request.tokens) > request.last:
             finish = "length"
         if finish is not None:
-            self._end(request)
+            self.counters.loop_stops += loop
             self.counters.finished += 1
+            self.predictor.observe_finish(time - request.started, request.num_outputs)
+            self._end(request)
         entries = () if logprobs is None else (logprobs,)
-        return RowOutput(
-            request.request_id, pack_ints((token,)), finish, stop_token, max(0, request.cached_tokens), entries
-        )
+        cached = max(0, request.cached_tokens)
+        return RowOutput(request.request_id, pack_ints((token,)), finish, stop_token, cached, entries, loop)
 
     # --- for people ---
 
     def stats(self, time: float, unix_time: float) -> Stats:
         """Counters and gauges of this moment."""
         stuck = min(self.requests.values(), key=lambda request: request.last_progress, default=None)
-        kv, counters = self.kv, self.counters
+        kv, planner, counters = self.kv, self.planner, self.counters
         return Stats(
             time=unix_time,
             step=self._next_step,
-            running=len(self.planner.running),
-            waiting=len(self.planner.waiting),
+            running=planner.num_running,
+            waiting=len(planner.policy),
             blocks_total=kv.pool.total,
             blocks_free=kv.pool.num_free,
             blocks_cached=kv.tree.num_blocks,
             blocks_private=kv.num_private,
             blocks_in_transit=kv.pool.num_in_transit,
             prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
+            cached_tokens=kv.reused_tokens,
             computed_tokens=counters.computed_tokens,
             generated_tokens=counters.generated_tokens,
-            preemptions=self.planner.num_preemptions,
+            preemptions=planner.num_preemptions,
             finished=counters.finished,
             aborted=counters.aborted,
             refused=counters.refused,
             oldest_request_seconds=0.0 if stuck is None else max(0.0, time - stuck.last_progress),
             stuck_request="" if stuck is None else stuck.external_id or str(stuck.request_id),
             device_busy_seconds=counters.device_busy_us / 1e6,
+            engine_ready=self.engine_ready,
+            recoveries=counters.recoveries,
+            waiting_tokens=self.checks.queued_tokens,
+            refused_deadline=self.checks.refused_deadline,
+            recomputed_tokens=planner.recomputed_tokens,
+            evicted_blocks=kv.evicted_blocks,
+            swapped_out_blocks=kv.swapped_out_blocks,
+            swapped_in_blocks=kv.swapped_in_blocks,
+            host_blocks_total=kv.host.total,
+            host_blocks_used=kv.host.total - kv.host.num_free - kv.host.num_in_transit,
+            pinned_blocks=kv.pins.num_blocks,
+            loop_stops=counters.loop_stops,
         )
+
+
+def _unavailable(request_id: int, reason: str) -> Failed:
+    return Failed(request_id, 503, reason, "server_error", None, "engine_unavailable", 1.0)

@@ -5,10 +5,10 @@ Times are seconds on one monotonic clock; they come in with the events.
 
 from msgspec import Struct
 
-from ipc.messages import Failed, RowOutput, StepPlan, StepResult, Submit
+from ipc.messages import StepOutputs, StepPlan, StepResult, Submit
 
 
-class Arrived(Struct, frozen=True, gc=False):
+class Arrived(Struct, frozen=True, gc=False, tag=True, array_like=True):
     """A tokenizer process submits a request."""
 
     time: float
@@ -16,7 +16,7 @@ class Arrived(Struct, frozen=True, gc=False):
     submit: Submit
 
 
-class Aborted(Struct, frozen=True, gc=False):
+class Aborted(Struct, frozen=True, gc=False, tag=True, array_like=True):
     """Nobody wants these requests any more."""
 
     time: float
@@ -24,7 +24,7 @@ class Aborted(Struct, frozen=True, gc=False):
     request_ids: tuple[int, ...]
 
 
-class Stopped(Struct, frozen=True, gc=False):
+class Stopped(Struct, frozen=True, gc=False, tag=True, array_like=True):
     """A stop string ended a request after `num_tokens` outputs."""
 
     time: float
@@ -33,28 +33,51 @@ class Stopped(Struct, frozen=True, gc=False):
     num_tokens: int
 
 
-class PeerLost(Struct, frozen=True, gc=False):
+class PeerLost(Struct, frozen=True, gc=False, tag=True, array_like=True):
     """A tokenizer process is gone, and with it everyone its requests were for."""
 
     time: float
     peer: bytes
 
 
-class StepDone(Struct, frozen=True, gc=False):
-    """The result of the oldest step in flight."""
+class StepDone(Struct, frozen=True, gc=False, tag=True, array_like=True):
+    """The result of the oldest step in flight.
+
+    `ended`: in a replay, the indices of the sampled tokens that ended their request by a stop id or a loop, which the
+    recording knows and synthetic token ids cannot tell; None: the core looks at the tokens.
+    """
 
     time: float
     result: StepResult
+    ended: tuple[int, ...] | None = None
 
 
-class EngineLost(Struct, frozen=True, gc=False):
-    """The ranks are gone: no request can go on."""
+class EngineLost(Struct, frozen=True, gc=False, tag=True, array_like=True):
+    """The ranks are gone, and with them all KV; requests wait for new ranks."""
+
+    time: float
+
+
+class EngineReady(Struct, frozen=True, gc=False, tag=True, array_like=True):
+    """All ranks are there, with empty KV."""
+
+    time: float
+
+
+class EngineFailed(Struct, frozen=True, gc=False, tag=True, array_like=True):
+    """The ranks are gone for good: no request can go on."""
 
     time: float
     reason: str
 
 
-Event = Arrived | Aborted | Stopped | PeerLost | StepDone | EngineLost
+class Tick(Struct, frozen=True, gc=False, tag=True, array_like=True):
+    """Time has passed, as `WakeAt` asked."""
+
+    time: float
+
+
+Event = Arrived | Aborted | Stopped | PeerLost | StepDone | EngineLost | EngineReady | EngineFailed | Tick
 
 
 class SendPlan(Struct, frozen=True, gc=False):
@@ -67,7 +90,13 @@ class SendOutputs(Struct, frozen=True, gc=False):
     """To one tokenizer process."""
 
     peer: bytes
-    rows: tuple[RowOutput | Failed, ...]
+    outputs: StepOutputs
 
 
-Command = SendPlan | SendOutputs
+class WakeAt(Struct, frozen=True, gc=False):
+    """Send a `Tick` at this time, unless any other event comes first; the latest of these counts."""
+
+    time: float
+
+
+Command = SendPlan | SendOutputs | WakeAt

@@ -1,6 +1,7 @@
 """The scheduler process: sockets and the clock around the core.
 
-Events are taken in one at a time, in order of arrival, and the commands of one are carried out before the next.
+Events are taken in one at a time, in order of arrival, and the commands of one are carried out before the next. Ranks
+may be lost and come back: the core keeps the requests meanwhile, and the tokenizers notice nothing.
 """
 
 import asyncio
@@ -11,15 +12,13 @@ from collections import deque
 import uvloop
 
 from config.schema import ChildSpec
-from ipc.channels import AsyncRouter, StatsPublisher
+from ipc.channels import AsyncRouter, LinkError, StatsPublisher
 from ipc.codec import Decoder
 from ipc.control import Control, Drain, Order, StartError, end_on_error
 from ipc.messages import (
     AbortRequests,
     FromWorker,
     SchedulerReady,
-    StepOutputs,
-    StepResult,
     StopAt,
     Submit,
     TokenizerHello,
@@ -27,7 +26,23 @@ from ipc.messages import (
     WorkerReady,
 )
 from scheduler_proc.core import SchedulerCore
-from scheduler_proc.events import Aborted, Arrived, EngineLost, Event, PeerLost, SendPlan, StepDone, Stopped
+from scheduler_proc.events import (
+    Aborted,
+    Arrived,
+    Command,
+    EngineFailed,
+    EngineLost,
+    EngineReady,
+    Event,
+    PeerLost,
+    SendOutputs,
+    SendPlan,
+    StepDone,
+    Stopped,
+    Tick,
+    WakeAt,
+)
+from scheduler_proc.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +61,7 @@ class Scheduler:
         self.core = SchedulerCore(
             spec.config.scheduler,
             num_blocks=spec.num_blocks,
+            num_host_blocks=spec.num_host_blocks,
             max_model_len=max_model_len,
             vocab_size=spec.arch.vocab_size,
         )
@@ -55,14 +71,15 @@ class Scheduler:
             spec.endpoints.scheduler, to_scheduler, spec.incarnation, self._from_tokenizer, self._tokenizer_lost
         )
         self._workers = AsyncRouter(
-            spec.endpoints.workers, from_worker, spec.incarnation, self._from_worker, self._worker_lost
+            spec.endpoints.workers, from_worker, spec.incarnation, self._from_worker, self._worker_lost, strict=True
         )
         self._publisher = StatsPublisher(spec.endpoints.stats)
         self._greeted: set[bytes] = set()
-        self._ranks = [b"rank%d" % rank for rank in range(spec.config.worker.tp)]
-        self._ready_ranks: set[bytes] = set()
+        self._ranks = Ranks(spec.config.worker.tp)
+        self._serving = False  # the ranks have been ready once
         self._events: deque[Event] = deque()
         self._handling = False
+        self._timer: asyncio.TimerHandle | None = None
         self._ended = asyncio.Event()
 
     async def run(self) -> int:
@@ -73,7 +90,7 @@ class Scheduler:
         self._workers.start()
         self._control.stage("waiting for the ranks")
         while not self._ended.is_set():
-            self._publisher.send(self.core.stats(time.monotonic(), time.time()))
+            self._publish()
             try:
                 async with asyncio.timeout(_STATS_SECONDS):
                     await self._ended.wait()
@@ -82,26 +99,48 @@ class Scheduler:
         await asyncio.sleep(_FLUSH_SECONDS)
         return 0
 
+    def _publish(self) -> None:
+        self._publisher.send(self.core.stats(time.monotonic(), time.time()))
+
     def _obey(self, order: Order) -> None:
         if not isinstance(order, Drain):
-            self._handle(EngineLost(time.monotonic(), order.reason))
+            self._handle(EngineFailed(time.monotonic(), order.reason))
         self._ended.set()
 
     def _handle(self, event: Event) -> None:
+        """The only way into the core."""
         self._events.append(event)
         if self._handling:
             return  # a send found its peer gone: that loss is an event of its own, after the commands under way
         self._handling = True
         try:
             while self._events:
+                self._set_timer(None)
                 for command in self.core.handle(self._events.popleft()):
-                    if isinstance(command, SendPlan):
-                        for rank in self._ranks:
-                            self._workers.send(rank, command.plan)
-                    else:
-                        self._tokenizers.send(command.peer, StepOutputs(command.rows))
+                    self._carry_out(command)
         finally:
             self._handling = False
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case SendPlan(plan):
+                for rank in self._ranks.names:
+                    self._workers.send(rank, plan)
+            case SendOutputs(peer, outputs):
+                self._tokenizers.send(peer, outputs)
+            case WakeAt(at):
+                self._set_timer(at)
+
+    def _set_timer(self, at: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if at is not None:
+            delay = max(0.0, at - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        self._handle(Tick(time.monotonic()))
 
     # --- tokenizers ---
 
@@ -116,16 +155,12 @@ class Scheduler:
                 self._handle(Stopped(now, peer, request_id, num_tokens))
             case TokenizerHello():
                 self._greeted.add(peer)
-                if self._all_ready:
+                if self._serving:
                     self._welcome(peer)
 
     def _tokenizer_lost(self, peer: bytes) -> None:
         self._greeted.discard(peer)
         self._handle(PeerLost(time.monotonic(), peer))
-
-    @property
-    def _all_ready(self) -> bool:
-        return len(self._ready_ranks) == len(self._ranks)
 
     def _welcome(self, peer: bytes) -> None:
         self._tokenizers.send(peer, SchedulerReady(self._spec.num_blocks, self._spec.config.scheduler.block_size))
@@ -133,24 +168,35 @@ class Scheduler:
     # --- ranks ---
 
     def _from_worker(self, peer: bytes, message: FromWorker) -> None:
-        if isinstance(message, StepResult):
-            if peer != self._ranks[0]:
-                raise StartError(f"{peer!r} sent a step result; only rank 0 may")
+        if isinstance(message, WorkerReady):
+            self._rank_ready(peer, message)
+        elif peer != self._ranks.names[0]:
+            raise LinkError(f"{peer!r} sent a step result; only rank 0 may")
+        elif self._ranks.ready:  # else it is of a step that the core has given up with the lost ranks
             self._handle(StepDone(time.monotonic(), message))
+
+    def _rank_ready(self, rank: bytes, message: WorkerReady) -> None:
+        spec = self._spec
+        blocks, planned = (message.num_blocks, message.num_host_blocks), (spec.num_blocks, spec.num_host_blocks)
+        if rank not in self._ranks.names or blocks != planned:
+            raise StartError(f"{rank!r} came up with {blocks} KV blocks (device, host), planned: {planned}")
+        if not self._ranks.reported(rank, self._workers.incarnation_of(rank)):
             return
-        assert isinstance(message, WorkerReady)
-        if peer not in self._ranks or message.num_blocks != self._spec.num_blocks:
-            raise StartError(f"{peer!r} came up with {message.num_blocks} KV blocks, planned: {self._spec.num_blocks}")
-        self._ready_ranks.add(peer)
-        if self._all_ready:
-            for tokenizer in self._greeted:
-                self._welcome(tokenizer)
-            self._control.ready()
+        self._handle(EngineReady(time.monotonic()))
+        self._publish()
+        if self._serving:
+            log.info("all ranks are back")
+            return
+        self._serving = True
+        for tokenizer in self._greeted:
+            self._welcome(tokenizer)
+        self._control.ready()
 
     def _worker_lost(self, peer: bytes) -> None:
-        self._ready_ranks.discard(peer)
-        log.error("%s is gone", peer.decode(errors="replace"))
-        self._handle(EngineLost(time.monotonic(), f"{peer.decode(errors='replace')} of the model is gone"))
+        if self._ranks.lost(peer):
+            log.warning("%s is gone; requests wait until all ranks are back", peer.decode(errors="replace"))
+            self._handle(EngineLost(time.monotonic()))
+            self._publish()
 
 
 def main(spec: ChildSpec, control: Control) -> int:

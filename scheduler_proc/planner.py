@@ -1,153 +1,337 @@
 """Chooses what the next step computes: which requests, how many tokens of each.
 
 One rule for prefill, chunked prefill, prefix hits and decode: a running request is given tokens until it has caught up.
-Those that are one token behind (decode) come first, so that a long prompt never delays them; the rest of the budget
-goes to prompts in order of arrival, first those already running, then new ones.
+Decoding rows take one token each, first; prompts share the rest of the step, those that run already before new ones,
+long ones within their share. What is not decided here: the order of waiting requests (`policies`), which block holds
+what (`kv_manager`), how long a step takes (`cost_model`), when a batch may start (`batching`).
 """
 
 from bisect import insort
-from dataclasses import dataclass, field
 
 from config.schema import SchedulerConfig
-from scheduler_proc.kv_manager import KVManager
+from scheduler_proc.batching import BatchGate
+from scheduler_proc.cost_model import CostModel, StepShape
+from scheduler_proc.kv_manager import Growth, KVManager
+from scheduler_proc.policies import make_policy
+from scheduler_proc.policies.base import Policy
 from scheduler_proc.request import Request, State
 
 
-@dataclass(slots=True)
-class Scheduled:
-    """A request's share of one step."""
-
-    request: Request
-    epoch: int
-    start: int
-    count: int
-    sample: bool
-
-
-@dataclass(slots=True)
 class Step:
     """What was decided for one step; `core` turns it into a `StepPlan`."""
 
-    scheduled: list[Scheduled] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
-    grown: list[tuple[Request, int, list[int]]] = field(default_factory=list)  # request, first new index, block ids
-    freed_rows: list[int] = field(default_factory=list)  # of preempted requests
+    __slots__ = (
+        "admitted",
+        "columns",
+        "decode_context",
+        "decodes",
+        "freed_rows",
+        "grown",
+        "number",
+        "preempted",
+        "prefill_context",
+        "prefill_tokens",
+        "prefills",
+        "wake_at",
+    )
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.decodes: list[Request] = []
+        self.prefills: list[tuple[Request, bool]] = []  # and whether its next token is sampled
+        self.columns: list[int] = []  # row, start, count, sample of each of the above, in order
+        self.admitted: list[Request] = []
+        self.grown: list[int] = []  # row, index in its block table, block id
+        self.freed_rows: list[int] = []  # of preempted requests
+        self.preempted = False
+        self.decode_context = 0
+        self.prefill_tokens = 0
+        self.prefill_context = 0.0
+        self.wake_at: float | None = None
+
+    @property
+    def shape(self) -> StepShape:
+        return StepShape(self.prefill_tokens, self.prefill_context, len(self.decodes), self.decode_context)
+
+
+def _key(request: Request) -> tuple[float, int]:
+    return request.key
 
 
 class Planner:
-    """The queues of waiting and running requests. Holds no step in flight and sends nothing."""
+    """The waiting and the running requests. Holds no step in flight and sends nothing."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVManager, cost: CostModel, gate: BatchGate) -> None:
         assert config.max_step_tokens is not None
         assert config.prefill_chunk is not None
+        self._config = config
         self._max_step_tokens = config.max_step_tokens
         self._prefill_chunk = config.prefill_chunk
-        self._max_seqs = config.max_seqs
+        self._max_itl = None if config.max_itl_ms is None else config.max_itl_ms / 1e3
+        self._long_blocks = int(config.long_pool_share * kv.pool.total)
         self._kv = kv
-        self._free_rows = list(range(config.max_seqs - 1, -1, -1))
-        self.waiting: list[tuple[int, Request]] = []  # by order of arrival
-        self.running: list[tuple[int, Request]] = []  # likewise
-        self._order: dict[Request, int] = {}
-        self._next_order = 0
+        self._cost = cost
+        self._gate = gate
+        self.policy = make_policy(config, kv.cached_tokens)
+        self._charges = type(self.policy).served is not Policy.served
+        self._free_rows: list[int] = []
+        self.prefilling: list[Request] = []  # by their key, as are
+        self.decoding: list[Request] = []
         self.num_preemptions = 0
+        self.recomputed_tokens = 0
+        self._new_rows()
+
+    def _new_rows(self) -> None:
+        self._free_rows = list(range(self._config.max_seqs - 1, -1, -1))
+
+    @property
+    def num_running(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def free_rows(self) -> int:
+        """Requests that could start at this moment as far as rows and the ITL limit go."""
+        context = sum(request.num_planned for request in self.decoding) / max(1, len(self.decoding))
+        return max(0, min(len(self._free_rows), self._row_limit(context) - self.num_running))
+
+    @property
+    def missing_tokens(self) -> int:
+        """Prompt tokens of running requests that no step has been given yet."""
+        return sum(request.num_known - request.num_planned for request in self.prefilling)
 
     def add(self, request: Request) -> None:
         """A new request joins the queue."""
-        self._order[request] = self._next_order
-        self.waiting.append((self._next_order, request))
-        self._next_order += 1
+        request.is_long = request.num_prompt > self._config.long_prompt_tokens
+        self.policy.add(request)
 
-    def remove(self, request: Request, last_step: int | None) -> int | None:
+    def remove(self, request: Request) -> int | None:
         """Forget a request that has ended, wherever it is; returns the row it held."""
-        entry = (self._order.pop(request), request)
         row = None
         if request.state is State.WAITING:
-            self.waiting.remove(entry)
+            self.policy.remove(request)
         else:
-            self.running.remove(entry)
-            row = self._vacate(request, last_step)
+            self._running_list(request).remove(request)
+            row = self._vacate(request, swap_out=False)
         request.state = State.ENDED
         return row
 
-    def _vacate(self, request: Request, last_step: int | None) -> int:
+    def _running_list(self, request: Request) -> list[Request]:
+        return self.prefilling if request.num_planned < request.num_known else self.decoding
+
+    def _vacate(self, request: Request, *, swap_out: bool) -> int:
         row = request.row
-        self._kv.release(request, last_step)
+        self._kv.release(request, swap_out=swap_out)
         self._free_rows.append(row)
         request.row = -1
-        request.num_unknown = 0
         return row
 
-    def plan(self, last_step: int | None) -> Step:
-        """Decide the next step. `last_step` is the last one in flight, or None when the device is idle."""
-        step = Step()
-        budget = self._max_step_tokens
-        prefills: list[Request] = []
-        victims: set[Request] = set()
-        for _, request in list(self.running):
-            if not request.wants_more:
-                continue  # its last output is being sampled, and needs no computing of its own
-            if request.num_tokens - request.num_planned > 1:
-                prefills.append(request)
-            elif budget > 0 and request not in victims and self._make_room(request, step, victims, last_step):
-                budget -= self._give(request, 1, step)
-        for request in prefills:
-            if budget == 0:
-                break
-            if request not in victims:
-                budget -= self._give(request, budget, step)
-        if not victims:  # what was just taken from one request is not for a newcomer
-            self._admit(budget, step)
+    def reset(self, first_valid_step: int) -> None:
+        """All KV and all rows are lost: every running request waits again, at its old place."""
+        running = self.prefilling + self.decoding
+        for request in running:
+            request.lost_positions = request.num_planned
+        self._kv.reset(running)
+        for request in running:
+            request.row = -1
+            self._wait_again(request, first_valid_step)
+        self.prefilling, self.decoding = [], []
+        self._new_rows()
+
+    def _wait_again(self, request: Request, first_valid_step: int) -> None:
+        request.state = State.WAITING
+        request.first_valid_step = first_valid_step
+        request.preemptions += 1
+        self.policy.add(request)
+
+    # --- one step ---
+
+    def plan(self, number: int, now: float) -> Step:
+        """Decide step `number` at time `now`; it may turn out empty."""
+        step = Step(number)
+        self._kv.begin_plan(number, now)
+        if self._config.prefer == "prefill":
+            self._prefill(step, self._max_step_tokens, now)
+            if not step.prefills:
+                self._decode(step)
+        else:
+            self._decode(step)
+            if self._config.prefer == "mixed" or not step.decodes:
+                self._prefill(step, self._max_step_tokens - len(step.decodes), now)
+        if self._charges:
+            for request in step.decodes:
+                self.policy.served(request, 1)
         return step
 
-    def _give(self, request: Request, budget: int, step: Step) -> int:
-        """Put up to `budget` tokens of a request into the step; returns how many."""
-        count = min(request.num_tokens - request.num_planned, self._prefill_chunk, budget)
-        start = request.num_planned
-        request.num_planned += count
-        sample = request.num_planned == request.num_tokens
-        if sample:
-            request.num_unknown += 1
-        step.scheduled.append(Scheduled(request, request.epoch, start, count, sample))
-        return count
+    # --- decode ---
 
-    def _make_room(self, request: Request, step: Step, victims: set[Request], last_step: int | None) -> bool:
-        """Give a decoding request a block for its next position, at the cost of younger requests if need be."""
-        first = len(request.block_table)
-        while (fresh := self._kv.grow(request, request.num_planned + 1)) is None:
-            if self._kv.pool.num_in_transit:
-                return False  # blocks are on their way back: wait a step instead of preempting more
-            victim = self.running[-1][1]
-            if victim is request:
-                return False  # the youngest waits for the older ones to end
-            self._preempt(victim, step, last_step)
-            victims.add(victim)
-        if fresh:
-            step.grown.append((request, first, fresh))
-        return True
+    def _decode(self, step: Step) -> None:
+        """One position for every decoding request, in the order in which they are preempted last."""
+        context = 0
+        decodes, columns = step.decodes, step.columns
+        for request in list(self.decoding):
+            position = request.num_planned
+            if position >= request.last or request.row < 0:
+                continue  # its last output is being sampled, or it was preempted for one before it
+            if position >= request.capacity and not self._grow(request, step):
+                continue
+            request.num_planned = position + 1
+            decodes.append(request)
+            columns += (request.row, position, 1, 1)
+            context += position
+        step.decode_context = context
 
-    def _preempt(self, request: Request, step: Step, last_step: int | None) -> None:
-        """Take everything from a running request; it queues again at its old place and will be recomputed."""
-        entry = (self._order[request], request)
-        self.running.remove(entry)
-        step.freed_rows.append(self._vacate(request, last_step))
-        request.state = State.WAITING
-        request.epoch += 1
-        insort(self.waiting, entry, key=lambda waiting: waiting[0])
+    def _grow(self, request: Request, step: Step) -> bool:
+        """Give a decoding request a block for its next position, at the cost of those behind it if need be."""
+        while True:
+            match self._kv.grow(request):
+                case Growth.GROWN:
+                    table = request.block_table
+                    step.grown += (request.row, len(table) - 1, table[-1])
+                    return True
+                case Growth.LATER:
+                    return False
+            victim = self._last_running()
+            if victim is not request:
+                self._preempt(victim, step)
+            elif self.num_running > 1 or not self._kv.pins.release_first():
+                return False  # the last one waits for those before it to end
+
+    def _last_running(self) -> Request:
+        if not self.prefilling:
+            return self.decoding[-1]
+        return max(self.decoding[-1], self.prefilling[-1], key=_key)
+
+    def _preempt(self, request: Request, step: Step) -> None:
+        """Take everything from a running request; it waits again at its old place."""
+        self._running_list(request).remove(request)
+        request.lost_positions = request.num_planned
+        step.freed_rows.append(self._vacate(request, swap_out=self._config.kv_shortage == "swap"))
+        self._wait_again(request, step.number)
+        step.preempted = True
         self.num_preemptions += 1
 
-    def _admit(self, budget: int, step: Step) -> None:
-        """Start waiting requests in order, as long as rows, tokens and blocks last."""
-        while self.waiting and self._free_rows and budget > 0:
-            entry = self.waiting[0]
-            request = entry[1]
-            # Each running request may soon need one more block; without that reserve the newcomer would be preempted.
-            if not self._kv.admit(request, reserve=len(self.running)):
-                return
-            del self.waiting[0]
-            insort(self.running, entry, key=lambda running: running[0])
-            request.row = self._free_rows.pop()
-            request.state = State.RUNNING
-            if request.cached_tokens < 0:
-                request.cached_tokens = request.num_planned
-            step.admitted.append(request)
-            budget -= self._give(request, budget, step)
+    # --- prefill ---
+
+    def _prefill(self, step: Step, budget: int, now: float) -> None:
+        """Share up to `budget` tokens among prompts: running short ones, new ones, and the long ones' part."""
+        budget = min(budget, self._prompt_limit(step))
+        longs = [request for request in self.prefilling if request.is_long]
+        for request in [request for request in self.prefilling if not request.is_long]:
+            budget -= self._give(request, self._left_by_longs(budget, longs), step, now)
+        if not step.preempted:  # what was just taken from one request is not for a newcomer
+            budget = self._admit(step, budget, longs, now)
+        for request in longs:
+            budget -= self._give(request, budget, step, now)
+
+    def _left_by_longs(self, budget: int, longs: list[Request]) -> int:
+        """What others may have of `budget` when long prompts want their share of it."""
+        wanted = min(int(budget * self._config.long_step_share), sum(r.num_known - r.num_planned for r in longs))
+        return budget - wanted
+
+    def _prompt_limit(self, step: Step) -> int:
+        """Prompt tokens that keep the step short enough for the streams in it; always enough to get on."""
+        if self._max_itl is None or not step.decodes:
+            return self._max_step_tokens
+        start = max((request.num_planned for request in self.prefilling), default=0)
+        most = self._cost.max_prefill_tokens(self._max_itl, step.shape, start, self._max_step_tokens)
+        return max(most, self._config.block_size)
+
+    def _give(self, request: Request, budget: int, step: Step, now: float) -> int:
+        """Put up to `budget` tokens of a prompt into the step; returns how many."""
+        if budget <= 0 or request.plan_after >= step.number:
+            return 0
+        self._extend(request, self._kv.advance(request), step)
+        if request.plan_after >= step.number:
+            return 0
+        start = request.num_planned
+        count = min(request.num_known - start, self._prefill_chunk, budget)
+        if start + count < request.num_known and count >= self._config.block_size:
+            count -= (start + count) % self._config.block_size  # whole blocks can be shared at once
+        self._extend(request, self._kv.take(request, start + count), step)
+        count = min(count, request.capacity - start)
+        if count <= 0:
+            return 0
+        request.num_planned += count
+        sample = request.num_planned == request.num_known
+        step.prefills.append((request, sample))
+        step.columns += (request.row, start, count, int(sample))
+        step.prefill_tokens += count
+        step.prefill_context += count * (start + count / 2)
+        self._kv.publish(request)
+        if self._charges:
+            self.policy.served(request, count)
+        if sample:
+            self._kv.pin(request, now)
+            self.prefilling.remove(request)
+            insort(self.decoding, request, key=_key)
+        return count
+
+    @staticmethod
+    def _extend(request: Request, blocks: list[int], step: Step) -> None:
+        """Tell the worker of new blocks, unless it will get the whole table anyway."""
+        if blocks and request.admitted_in != step.number:
+            first = len(request.block_table) - len(blocks)
+            for index, block in enumerate(blocks, first):
+                step.grown += (request.row, index, block)
+
+    # --- admission ---
+
+    def _admit(self, step: Step, budget: int, longs: list[Request], now: float) -> int:
+        """Start waiting requests in the policy's order, as long as rows, tokens and blocks last; the tokens left."""
+        if not len(self.policy):
+            return budget
+        oldest = min(request.arrival for request in self.policy) if not self.num_running else now
+        places, step.wake_at = self._gate.places(now, len(self.policy), self.num_running, oldest)
+        context = step.decode_context / len(step.decodes) if step.decodes else 0.0
+        rows = min(len(self._free_rows), places, self._row_limit(context) - self.num_running)
+        while rows > 0 and self._left_by_longs(budget, longs) > 0:
+            request = self._next(longs, now)
+            if request is None or not self._start(request, step, now):
+                break
+            rows -= 1
+            if request.is_long:
+                longs.append(request)
+            else:
+                budget -= self._give(request, self._left_by_longs(budget, longs), step, now)
+        return budget
+
+    def _row_limit(self, context: float) -> int:
+        """Running requests, `context` tokens long, that can all get a token within the ITL limit; at least one."""
+        if self._max_itl is None or not self._cost.ready:
+            return self._config.max_seqs
+        return max(1, self._cost.max_decode_rows(self._max_itl, context))
+
+    def _next(self, longs: list[Request], now: float) -> Request | None:
+        """The next in order; a long one only while few enough are being computed and hold blocks."""
+        request = self.policy.first(now, True)
+        if request is None or not request.is_long:
+            return request
+        if len(longs) < self._config.max_long_prefills:
+            others = [other for other in self.prefilling + self.decoding if other.is_long]
+            held = sum(len(other.block_table) + other.promised for other in others)
+            if not others or held + self._kv.blocks_for(self._positions(request)) <= self._long_blocks:
+                return request
+        return self.policy.first(now, False)
+
+    def _positions(self, request: Request) -> int:
+        """Positions for which a request must have blocks in view before it starts."""
+        return request.last if self._config.kv_shortage == "wait" else len(request.tokens)
+
+    def _start(self, request: Request, step: Step, now: float) -> bool:
+        # Each running request may soon need one more block; without that reserve the newcomer would be preempted.
+        reserve = 0 if self._config.kv_shortage == "wait" else self.num_running
+        positions = max(self._positions(request), len(request.tokens))
+        while not self._kv.admit(request, positions=positions, reserve=reserve):
+            if self.num_running or self._kv.copies_out or not self._kv.pins.release_first():
+                return False
+        self.policy.remove(request)
+        self._gate.joined()
+        request.row = self._free_rows.pop()
+        request.state = State.RUNNING
+        request.admitted_in, request.started = step.number, now
+        request.key = self.policy.running_key(request)
+        if request.preemptions:
+            self.recomputed_tokens += max(0, request.lost_positions - request.num_planned)
+        insort(self.prefilling, request, key=_key)
+        step.admitted.append(request)
+        return True

@@ -4,6 +4,7 @@ from array import array
 from enum import Enum, auto
 
 from ipc.messages import SamplingSpec, Submit
+from scheduler_proc.loops import LoopDetector
 from scheduler_proc.radix_tree import Node
 
 
@@ -16,72 +17,92 @@ class State(Enum):
 class Request:
     """Token counts and KV blocks of one request.
 
-    Two counts drive everything. `num_planned` positions have been given to some step; `num_tokens` exist, where a token
-    that a running step will sample counts although its id is not known yet. A step gives a request some of the tokens
-    between the two, and the request samples when they meet.
+    `num_planned` positions have been given to some step. Until that reaches the known tokens the request is
+    prefilling; from then on it decodes: every step takes one more position and samples the token after it, so that
+    `num_planned + 1` tokens exist, the last ones perhaps only on the device.
+
+    Steps run in the order of their plans, so a planned position is as good as a computed one for every later plan.
     """
 
     __slots__ = (
+        "admitted_in",
         "arrival",
         "block_table",
         "cached_tokens",
-        "epoch",
+        "capacity",
         "external_id",
+        "first_valid_step",
+        "is_long",
         "key",
+        "last",
         "last_progress",
         "lock",
-        "max_tokens",
+        "loop_detector",
+        "lost_positions",
         "min_tokens",
         "namespace",
-        "num_confirmed",
+        "num_known",
         "num_planned",
         "num_prompt",
-        "num_unknown",
+        "num_shared",
+        "order",
         "peer",
-        "private_blocks",
+        "pin_seconds",
+        "plan_after",
+        "preemptions",
+        "priority",
+        "promised",
         "request_id",
         "row",
         "sampling",
+        "started",
         "state",
         "stop_token_ids",
+        "tenant",
         "tokens",
+        "ttft_target",
     )
 
-    def __init__(self, peer: bytes, submit: Submit, tokens: "array[int]", arrival: float) -> None:
+    def __init__(self, peer: bytes, submit: Submit, tokens: "array[int]", arrival: float, order: int) -> None:
         self.peer = peer
         self.request_id = submit.request_id
         self.external_id = submit.external_id
         self.namespace = submit.namespace
-        self.max_tokens = submit.max_tokens
+        self.tenant = submit.tenant
+        self.priority = submit.priority
+        self.ttft_target = None if submit.ttft_target_ms is None else submit.ttft_target_ms / 1e3  # seconds
+        self.pin_seconds = submit.cache_pin_seconds
         self.min_tokens = submit.min_tokens
         self.sampling: SamplingSpec = submit.sampling
         stops: array[int] = array("i")
         stops.frombytes(submit.stop_token_ids)
         self.stop_token_ids = frozenset(stops)
+        self.loop_detector = LoopDetector(submit.stop_on_loop) if submit.stop_on_loop else None
         self.tokens = tokens  # prompt and known outputs
         self.num_prompt = len(tokens)
-        self.num_unknown = 0  # outputs that running steps will sample
-        self.num_planned = 0
-        self.num_confirmed = 0  # positions whose KV is known to be in the pool
-        self.cached_tokens = -1  # prefix found in the cache at first admission; -1 before it
-        self.block_table: list[int] = []
-        self.private_blocks: set[int] = set()  # those of the table that the tree does not own
-        self.lock: Node | None = None
-        self.row = -1
-        self.epoch = 0  # goes up at each preemption, so that results planned before it are known as void
-        self.state = State.WAITING
+        self.is_long = False  # set by the planner, whose setting it is
         self.arrival = arrival
+        self.order = order  # serial number of its arrival: no two are equal
         self.last_progress = arrival
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) + self.num_unknown
+        self.last = self.num_prompt + submit.max_tokens - 1  # the position that is sampled last, and never computed
+        self.num_planned = 0
+        self.num_known = 0  # tokens that were known when it was last admitted: what has to be prefilled
+        self.first_valid_step = 0  # results of earlier steps are void: they were planned before it lost its blocks
+        self.plan_after = -1  # the step whose copies fill some of its blocks: only later ones may compute with them
+        self.cached_tokens = -1  # prefix found in the cache at first admission; -1 before it
+        self.preemptions = 0  # how often it lost its blocks
+        self.lost_positions = 0  # how many of them had been computed when it last did
+        self.block_table: list[int] = []
+        self.capacity = 0  # positions that the block table has room for
+        self.num_shared = 0  # leading blocks of the table that the tree owns
+        self.lock: Node | None = None  # the tree's node in which those end
+        self.promised = 0  # further blocks that are kept available for it
+        self.row = -1  # of the workers' state; -1 unless running
+        self.admitted_in = -1  # the step in which it last got a row,
+        self.started = arrival  # and when
+        self.key: tuple[float, int] = (0.0, order)  # place among the running ones: the last is preempted first
+        self.state = State.WAITING
 
     @property
     def num_outputs(self) -> int:
         return len(self.tokens) - self.num_prompt
-
-    @property
-    def wants_more(self) -> bool:
-        """False when the last allowed output is already being sampled."""
-        return self.num_tokens - self.num_prompt < self.max_tokens

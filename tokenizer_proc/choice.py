@@ -7,6 +7,8 @@ How a choice ends:
 - A stop token (end of sequence, or one of the request's `stop_token_ids`): it counts as a completion token, but has no
   text and no log-probabilities in the output, except with `include_stop_str_in_output`, which shows a token that the
   request itself named. A stop token in the very last place allowed ends the choice with "stop", not "length".
+- A loop: the scheduler found that the output repeats itself. All of its text is shown, and `stop_reason` is
+  `LOOP_STOP_REASON`.
 - The length limit.
 
 A `Delta` is made only when there is new text, or at the end. It carries the ids of the tokens whose text is out; those
@@ -14,6 +16,7 @@ of tokens whose text is still held back (an incomplete character, a possible sto
 log-probabilities, which would otherwise give the held text away.
 """
 
+import struct
 from collections import deque
 from collections.abc import Sequence
 
@@ -33,6 +36,9 @@ from ipc.messages import (
 
 from .stops import StopMatcher
 from .vocabulary import Vocabulary
+
+_pack_id = struct.Struct("<i").pack  # the same bytes as `pack_ints`
+LOOP_STOP_REASON = "repetition_loop"  # a request that has this very text as a stop string cannot tell the two apart
 
 
 class _Pending(Struct):
@@ -72,6 +78,17 @@ class Choice:
         self._num_shown = 0  # of which released to the client
         self._cached_tokens = 0
 
+    def take_plain(self, token_id: int) -> Progress:
+        """Add one token that came with nothing else to say, as nearly all do: no detours here."""
+        start = self._num_chars
+        shown = self._push(token_id)
+        if shown and self._num_shown == self._num_chars and not self._pending and self._matcher.matched is None:
+            return Progress(Delta(self._request_id, self._index, shown, _pack_id(token_id)))
+        self._pending.append(_Pending(token_id, start, self._num_chars, None))
+        if self._matcher.matched is not None:
+            return self._end("stop", self._matcher.matched, [shown], stop_at=True)
+        return Progress(self._delta(shown))
+
     def take(self, row: RowOutput) -> Progress:
         """Add the tokens of `row`; ValueError when its columns do not fit together."""
         token_ids = unpack_ints(row.token_ids)
@@ -95,17 +112,23 @@ class Choice:
         held = self._matcher.flush()
         self._num_shown += len(held)
         shown.append(held)
+        if row.loop:
+            return self._end("stop", LOOP_STOP_REASON, shown)
         named = row.finish == "stop" and row.stop_token in self._params.stop_token_ids
         return self._end(row.finish, row.stop_token if named else None, shown)
 
     def _add(self, token_id: int, raw: RawLogprobs | None) -> str:
-        self._num_tokens += 1
         start = self._num_chars
-        text = self._detokenizer.push(token_id)
+        shown = self._push(token_id)
         logprobs = None if raw is None else self._name(token_id, raw)
-        shown = self._show(text, searched=self._num_tokens > self._params.min_tokens)
         self._pending.append(_Pending(token_id, start, self._num_chars, logprobs))
         return shown
+
+    def _push(self, token_id: int) -> str:
+        """Count and decode one token; the text that it lets out."""
+        self._num_tokens += 1
+        text = self._detokenizer.push(token_id)
+        return self._show(text, searched=self._num_tokens > self._params.min_tokens)
 
     def _add_stop_token(self, token_id: int, raw: RawLogprobs | None) -> str:
         if self._params.include_stop_str_in_output and token_id in self._params.stop_token_ids:

@@ -18,6 +18,7 @@ class Limits(Struct, frozen=True):
     model: ModelInfo
     eos_token_ids: tuple[int, ...]
     pool_tokens: int  # positions in the KV pool
+    stop_on_loop: int = 0  # repeats that end an output, for requests that do not say
 
     @property
     def longest(self) -> int:
@@ -88,6 +89,11 @@ def submits(request_ids: Sequence[int], prompt: Sequence[int], message: Generate
             _sampling(params, seed, stop_token_ids if params.min_tokens else b""),
             message.namespace,
             external_id=message.external_id,
+            tenant=message.tenant,
+            priority=message.priority,
+            ttft_target_ms=message.ttft_target_ms,
+            cache_pin_seconds=message.cache_pin_seconds,
+            stop_on_loop=limits.stop_on_loop if params.stop_on_loop is None else params.stop_on_loop,
         )
 
 

@@ -9,8 +9,10 @@ import asyncio
 import itertools
 import logging
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+from ipc.channels import LinkError
+from ipc.codec import unpack_int64s, unpack_ints
 from ipc.messages import (
     Abort,
     AbortRequests,
@@ -28,9 +30,9 @@ from ipc.messages import (
     ToTokenizer,
     Welcome,
 )
-from ipc.validation import InvalidRequest, validate
+from ipc.validation import InvalidRequest, validate_generate
 
-from .choice import Choice
+from .choice import Choice, Progress
 from .encoding import PromptEncoder
 from .ingress import Limits, prompt_name, submits
 from .vocabulary import Vocabulary
@@ -60,6 +62,29 @@ class _Request:
         retry_after = 1.0 if status in (429, 503) else None
         kind = kinds.get(status, "server_error")
         return Failed(self.message.request_id, status, message, kind, param, code, retry_after)
+
+
+class _Outbox:
+    """What one step gives to send: items by client, and what the scheduler is to be told."""
+
+    def __init__(self) -> None:
+        self.items: dict[bytes, list[_Outgoing]] = {}
+        self.aborts: list[int] = []
+        self.stops: list[StopAt] = []
+
+    def put(self, request: _Request, item: _Outgoing) -> None:
+        self.items.setdefault(request.peer, []).append(item)
+
+
+def _columns(message: StepOutputs) -> tuple[Sequence[int], Sequence[int]]:
+    """Request ids and tokens of the plain rows."""
+    try:
+        request_ids, token_ids = unpack_int64s(message.plain_ids), unpack_ints(message.plain_tokens)
+    except ValueError:
+        raise LinkError("step outputs with half an integer in a column") from None
+    if len(request_ids) != len(token_ids):
+        raise LinkError(f"step outputs with {len(request_ids)} request ids and {len(token_ids)} tokens")
+    return request_ids, token_ids
 
 
 class Service:
@@ -134,7 +159,7 @@ class Service:
             return
         self._requests[request.key] = request
         try:
-            validate(message.prompt, message.params, self._limits.model)
+            validate_generate(message, self._limits.model)
             token_ids = self._encoder.encode_now(message.prompt)
             if token_ids is not None:
                 self._submit(request, token_ids)
@@ -252,63 +277,86 @@ class Service:
             self._on_idle()
 
     def from_scheduler(self, message: StepOutputs) -> None:
-        """Turn the rows of one step into one message for each client."""
-        items: dict[bytes, list[_Outgoing]] = {}
-        aborts: list[int] = []
-        stops: list[StopAt] = []
+        """Turn the rows of one step into one message for each client; `LinkError` when the columns do not match."""
+        plain_ids, plain_tokens = _columns(message)
+        outbox = _Outbox()
         for row in message.rows:
-            request = self._by_id.get(row.request_id)
+            self._take_row(row, outbox)
+        by_id = self._by_id
+        for request_id, token_id in zip(plain_ids, plain_tokens, strict=True):
+            request = by_id.get(request_id)
             if request is None:
-                self._unexpected(row, aborts)
-                continue
-            outgoing = items.setdefault(request.peer, [])
-            if isinstance(row, Failed):
-                outgoing.append(self._row_failed(request, row, aborts))
+                self._unexpected(request_id, outbox)
                 continue
             try:
-                progress = request.choices[row.request_id].take(row)
+                progress = request.choices[request_id].take_plain(token_id)
             except Exception as error:
-                outgoing.append(self._explain(request, error))
-                aborts += request.choices
-                self._end(request)
+                self._broken(request, error, outbox)
                 continue
-            if progress.delta is not None:
-                outgoing.append(progress.delta)
             if progress.finished is not None:
-                outgoing.append(progress.finished)
-                self._finish(request, row)
-            if progress.stop_at is not None:
-                stops.append(StopAt(row.request_id, progress.stop_at))
-        for stop in stops:
+                self._take_progress(request, request_id, progress, outbox, ended_there=False)
+            elif progress.delta is not None:
+                outbox.put(request, progress.delta)
+        for stop in outbox.stops:
             self._to_scheduler(stop)
-        if aborts:
-            self._to_scheduler(AbortRequests(tuple(aborts)))
-        self._send(items)
+        if outbox.aborts:
+            self._to_scheduler(AbortRequests(tuple(outbox.aborts)))
+        self._send(outbox.items)
 
-    def _finish(self, request: _Request, row: RowOutput) -> None:
-        del request.choices[row.request_id]
-        self._forget(row.request_id)
-        if row.finish is not None:
-            del self._stale[row.request_id]  # the scheduler has ended it too
-        if not request.choices:
-            self._end(request)
+    def _take_row(self, row: RowOutput | Failed, outbox: _Outbox) -> None:
+        request = self._by_id.get(row.request_id)
+        if request is None:
+            self._unexpected(row.request_id, outbox)
+            return
+        if isinstance(row, Failed):
+            self._row_failed(request, row, outbox)
+            return
+        try:
+            progress = request.choices[row.request_id].take(row)
+        except Exception as error:
+            self._broken(request, error, outbox)
+            return
+        self._take_progress(request, row.request_id, progress, outbox, ended_there=row.finish is not None)
 
-    def _row_failed(self, request: _Request, row: Failed, aborts: list[int]) -> Failed:
+    def _take_progress(
+        self, request: _Request, request_id: int, progress: Progress, outbox: _Outbox, *, ended_there: bool
+    ) -> None:
+        """`ended_there`: the scheduler has ended this choice too, so no further row of it can come."""
+        if progress.delta is not None:
+            outbox.put(request, progress.delta)
+        if progress.finished is not None:
+            outbox.put(request, progress.finished)
+            del request.choices[request_id]
+            del self._by_id[request_id]
+            if not ended_there:
+                self._expect_late_rows(request_id)
+            if not request.choices:
+                self._end(request)
+        if progress.stop_at is not None:
+            outbox.stops.append(StopAt(request_id, progress.stop_at))
+
+    def _broken(self, request: _Request, error: Exception, outbox: _Outbox) -> None:
+        """A row that cannot be used fails its request, and no other."""
+        outbox.aborts += request.choices
+        outbox.put(request, self._explain(request, error))
+        self._end(request)
+
+    def _row_failed(self, request: _Request, row: Failed, outbox: _Outbox) -> None:
         """One choice's failure is the whole request's."""
-        aborts += [request_id for request_id in request.choices if request_id != row.request_id]
+        outbox.aborts += [request_id for request_id in request.choices if request_id != row.request_id]
         self._end(request)
         param = prompt_name(request.message) if row.param == "prompt" else row.param
-        return Failed(request.message.request_id, row.status, row.message, row.type, param, row.code, row.retry_after)
+        name = request.message.request_id
+        outbox.put(request, Failed(name, row.status, row.message, row.type, param, row.code, row.retry_after))
 
-    def _unexpected(self, row: RowOutput | Failed, aborts: list[int]) -> None:
-        if row.request_id in self._stale:
+    def _unexpected(self, request_id: int, outbox: _Outbox) -> None:
+        if request_id in self._stale:
             return
         self.unknown_outputs += 1
         log.warning("output for an unknown request (%d so far): it is aborted", self.unknown_outputs)
-        aborts.append(row.request_id)
-        self._expect_late_rows(row.request_id)
+        outbox.aborts.append(request_id)
+        self._expect_late_rows(request_id)
 
     def _send(self, items: dict[bytes, list[_Outgoing]]) -> None:
         for peer, outgoing in items.items():
-            if outgoing:
-                self._to_client(peer, Outputs(tuple(outgoing)))
+            self._to_client(peer, Outputs(tuple(outgoing)))

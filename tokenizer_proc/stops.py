@@ -35,6 +35,8 @@ class StopMatcher:
         self._stops = tuple(stop for stop in stops if stop)
         self._borders = tuple(_borders(stop) for stop in self._stops)
         self._matched_chars = [0] * len(self._stops)  # of each stop string, at the end of the text so far
+        self._first_chars = frozenset(stop[0] for stop in self._stops)
+        self._underway = False  # whether any of `_matched_chars` is above 0
         self._include = include
         self._held = ""
         self.matched: str | None = None
@@ -43,8 +45,8 @@ class StopMatcher:
         """What can be shown now. Once `matched` is set it is the last text there is."""
         if self.matched is not None:
             return ""
-        if not self._stops:
-            return text
+        if not self._underway and self._first_chars.isdisjoint(text):
+            return text  # nearly always: no stop string goes on or begins in it
         text = self._held + text
         for position in range(len(self._held), len(text)):
             stop = self._step(text[position])
@@ -53,7 +55,9 @@ class StopMatcher:
                 self._held = ""
                 end = position + 1
                 return text[: end if self._include else end - len(stop)]
-        keep = 0 if self._include else max(self._matched_chars)
+        longest = max(self._matched_chars)
+        self._underway = longest > 0
+        keep = 0 if self._include else longest
         cut = len(text) - keep
         self._held = text[cut:]
         return text[:cut]

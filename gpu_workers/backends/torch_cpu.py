@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu_workers.backend import Backend
+from gpu_workers.backends.host_kv import HostKV
 from gpu_workers.backends.torch_attention import AttentionPlan, PagedKV, attend
 from gpu_workers.batch import ForwardBatch
 
@@ -94,6 +95,15 @@ class TorchCpuBackend(Backend):
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> PagedKV:
         return PagedKV.allocate(num_layers, num_blocks, block_size, num_kv_heads, head_dim, self.dtype)
+
+    def allocate_host_kv(self, kv: PagedKV, num_blocks: int) -> HostKV:
+        return HostKV.allocate(kv, num_blocks)
+
+    def copy_blocks_out(self, kv: PagedKV, host_kv: HostKV, pairs: torch.Tensor) -> None:
+        host_kv.copy_out(kv, pairs)
+
+    def copy_blocks_in(self, kv: PagedKV, host_kv: HostKV, pairs: torch.Tensor) -> None:
+        host_kv.copy_in(kv, pairs)
 
     def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         return table.index_select(0, token_ids)

@@ -1,5 +1,6 @@
 """A real server for tests: `python -m launch` in a process of its own, on a free port, with everything it started."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -13,6 +14,12 @@ import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_SECONDS = 180
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def _end_with_parent() -> None:
+    """In the new process: SIGTERM when the tests end, even if they are killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 class Server:
@@ -28,6 +35,7 @@ class Server:
             text=True,
             env={**os.environ, **(environment or {})},
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
         self.stderr = ""
         assert self.process.stderr is not None
@@ -50,9 +58,14 @@ class Server:
         for line in pipe:
             self.stderr += line
 
+    def roles(self) -> dict[str, psutil.Process]:
+        """The processes that live now, as "worker-0" and the like."""
+        self.children += [child for child in self.launcher.children(recursive=True) if child not in self.children]
+        return {role: child for child in self.children if is_alive(child) and (role := process_role(child))}
+
     def child(self, role: str) -> psutil.Process:
-        """The process of a role: frontend, tokenizer, scheduler or worker."""
-        found = [child for child in self.children if role in process_role(child)]
+        """The one process that lives now of a role: frontend, tokenizer, scheduler or worker."""
+        found = [child for name, child in self.roles().items() if name.startswith(role)]
         assert len(found) == 1, f"{role}: {found}"
         return found[0]
 
@@ -63,7 +76,7 @@ class Server:
         return code
 
     def survivors(self, seconds: float = 5.0) -> list[psutil.Process]:
-        """Child processes still alive after so many seconds."""
+        """Child processes still alive after so many seconds, of those seen so far."""
         deadline = time.monotonic() + seconds
         while alive := [child for child in self.children if is_alive(child)]:
             if time.monotonic() > deadline:
@@ -81,6 +94,8 @@ class Server:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self.process.poll() is None:
+            self.roles()
         self.stop()
         left = self.survivors()
         for child in left:

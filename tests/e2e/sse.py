@@ -17,6 +17,7 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
     body: Any = None  # of an answer that is not a stream
     events: list[Any] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)  # of the events with text, in time.perf_counter()
     done: bool = False  # [DONE] came
     broken: str = ""  # the connection broke: how
     first_text: float = 0.0  # seconds from sending
@@ -76,8 +77,9 @@ async def post(session: aiohttp.ClientSession, url: str, body: Any, headers: dic
                         answer.done = True
                         continue
                     answer.events.append(json.loads(line[6:]))
-                    if not answer.first_text and text_of(answer.events[-1]):
-                        answer.first_text = time.perf_counter() - start
+                    if text_of(answer.events[-1]):
+                        answer.arrivals.append(time.perf_counter())
+                        answer.first_text = answer.first_text or answer.arrivals[0] - start
     except (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError) as error:
         answer.broken = f"{type(error).__name__}: {error}"
     answer.ended = time.perf_counter() - start

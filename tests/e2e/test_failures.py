@@ -110,23 +110,3 @@ def test_requests_that_cannot_finish_are_told_so_at_the_end(model_path: Path, si
         assert not answer.done
     assert server.wait(15) == signals - 1
     assert server.survivors(5) == []
-
-
-def test_after_a_death_the_engine_restarts_and_serves_again(model_path: Path) -> None:
-    async def main(server: Server) -> None:
-        async with client_session() as session:
-            body = {"model": "smol", "prompt": "Once", "max_tokens": 3, "temperature": 0}
-            url = server.url + "/v1/completions"
-            before = await post(session, url, body)
-            server.child("worker").send_signal(signal.SIGKILL)
-            async with asyncio.timeout(60):
-                await asyncio.sleep(1)
-                while (after := await post(session, url, body)).status != 200:
-                    assert after.broken or after.status == 503, after
-                    await asyncio.sleep(0.2)
-            assert after.text == before.text
-
-    with Server(model_path, "--served-model-name", "smol", "--dtype", "float32") as server:
-        old = server.children
-        asyncio.run(main(server))
-        server.children = old + server.launcher.children(recursive=True)

@@ -4,10 +4,12 @@ What it answers depends on the last line of the prompt:
 
 - `hang`: one token, then nothing until the client aborts
 - `mute`: nothing at all, until the test says how to go on
-- `refuse`: a 429 before anything else
+- `refuse`: a 429 before anything else, because the queue is full
+- `late`: likewise, because the first token would come too late
 - `fail`: one token, then a 503
 - `flood`: text as fast as it can, until the client aborts
 - `slow`: one token every 50 ms
+- `loop`: two tokens, and an end because the output repeats itself
 - anything else: `max_tokens` tokens (at most 8: then it "stops"), one message for each
 """
 
@@ -44,6 +46,7 @@ MODEL = ModelInfo(
 )
 MOST_TOKENS = 8
 CACHED = 3
+REFUSALS = {"refuse": ("queue_full", 2.5), "late": ("ttft_target", 0.25)}  # code and seconds
 
 
 def prompt_length(request: Generate) -> int:
@@ -132,8 +135,9 @@ class FakeEngine:
         name = request.request_id
         if kind == "mute":
             return
-        if kind == "refuse":
-            self._send(peer, Failed(name, 429, "the queue is full", "rate_limit_error", code="full", retry_after=2.5))
+        if kind in REFUSALS:
+            code, retry_after = REFUSALS[kind]
+            self._send(peer, Failed(name, 429, "refused", "rate_limit_error", code=code, retry_after=retry_after))
             return
         if kind in ("hang", "fail"):
             self._send(peer, Delta(name, 0, "begun", pack_ints([1])))
@@ -147,6 +151,9 @@ class FakeEngine:
         asked = request.params.max_tokens or MOST_TOKENS
         reason: FinishReason = "length" if asked <= MOST_TOKENS else "stop"
         count = min(asked, MOST_TOKENS)
+        stop_reason = None
+        if kind == "loop":
+            count, reason, stop_reason = 2, "stop", "repetition_loop"
         for position in range(count):
             if kind == "slow":
                 await asyncio.sleep(0.05)
@@ -156,7 +163,7 @@ class FakeEngine:
         self._send(
             peer,
             *[
-                Finished(name, choice, reason, None, prompt_length(request), count, CACHED + choice)
+                Finished(name, choice, reason, stop_reason, prompt_length(request), count, CACHED + choice)
                 for choice in range(request.params.n)
             ],
         )

@@ -6,9 +6,10 @@ import sys
 from config.resolve import Machine, resolve
 from config.schema import ModelArch
 from config.sources import read_settings
+from launch.fleet import ROLE_MODULES, Engine
 from launch.listen import open_listener
 from launch.progress import StartDisplay
-from launch.supervisor import ROLE_MODULES, Engine, Supervisor
+from launch.supervisor import Supervisor
 
 ARCH = ModelArch(
     family="llama",

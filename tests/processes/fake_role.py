@@ -1,7 +1,8 @@
 """A role that does nothing but obey, for tests of the supervisor alone.
 
 The environment says how each process behaves (FAKE_BEHAVIOUR: JSON, name -> behaviour) and where all of them write down
-what happens to them (FAKE_LOG). Without an entry a process becomes ready, and ends when it is told to.
+what happens to them (FAKE_LOG). Without an entry a process becomes ready, and ends when it is told to. A list has one
+behaviour for each life of a place: the first for the first process there, and the last for all further ones.
 """
 
 import json
@@ -15,10 +16,18 @@ from config.schema import ChildSpec
 from ipc.control import Control, Drain, Fail, Idle, Order, StartError
 
 
+def _behaviour(name: str, log: Path) -> str:
+    behaviour = json.loads(os.environ.get("FAKE_BEHAVIOUR", "{}")).get(name, "obey")
+    if isinstance(behaviour, str):
+        return behaviour
+    lives = sum(line.startswith(f"{name} pid") for line in log.read_text().splitlines())
+    return behaviour[min(lives, len(behaviour) - 1)]
+
+
 def main(spec: ChildSpec, control: Control) -> int:
     name = f"{spec.role}-{spec.index}"
-    behaviour = json.loads(os.environ.get("FAKE_BEHAVIOUR", "{}")).get(name, "obey")
     log = Path(os.environ["FAKE_LOG"])
+    behaviour = _behaviour(name, log)
 
     def write(event: str) -> None:
         with log.open("a") as file:
@@ -26,6 +35,7 @@ def main(spec: ChildSpec, control: Control) -> int:
 
     write(f"pid {os.getpid()}")
     write(f"incarnation {spec.incarnation}")
+    write(f"rendezvous {spec.rendezvous_port}")
     if behaviour == "start-error":
         raise StartError("the weights are upside down; turn the file around.")
     if behaviour == "crash":
@@ -37,6 +47,10 @@ def main(spec: ChildSpec, control: Control) -> int:
         write("loading")
         time.sleep(600)
 
+    if behaviour == "slow":
+        control.stage("loading weights", 0.5)
+        time.sleep(1.0)
+
     ended = threading.Event()
 
     def on_order(order: Order) -> None:
@@ -46,6 +60,8 @@ def main(spec: ChildSpec, control: Control) -> int:
                 if behaviour == "busy":
                     write("busy")
                     return
+                if behaviour == "finishes-slowly":
+                    time.sleep(2.0)
                 control.report(Idle())
             case Fail(reason):
                 write(f"fail {reason}")

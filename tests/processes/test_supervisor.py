@@ -1,4 +1,4 @@
-"""The supervisor with fake roles: starting, dying, draining, and leaving nothing behind."""
+"""The supervisor with fake roles: starting, deaths that end everything, draining, and leaving nothing behind."""
 
 import json
 import os
@@ -6,100 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.processes.launcher import REPOSITORY, Launcher, is_alive, wait_for
+
 NAMES = ("worker-0", "scheduler-0", "tokenizer-0", "frontend-0")
-PATIENCE = 30.0  # seconds; only how long a test that fails takes
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-class Launcher:
-    """A `fake_launch` process and the log that its children write."""
-
-    def __init__(self, folder: Path, *arguments: str, behaviour: dict[str, str] | None = None) -> None:
-        self.log_file = folder / "events.log"
-        self.log_file.touch()
-        self.run_parent = folder / "run"
-        self.run_parent.mkdir()
-        environment = os.environ | {
-            "FAKE_LOG": str(self.log_file),
-            "FAKE_BEHAVIOUR": json.dumps(behaviour or {}),
-            "XDG_RUNTIME_DIR": str(self.run_parent),
-            "PYTHONPATH": str(REPOSITORY),
-        }
-        self.error_file = folder / "stderr"
-        self.output_file = folder / "stdout"
-        with self.error_file.open("wb") as errors, self.output_file.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.processes.fake_launch", *arguments],
-                env=environment,
-                stdout=output,
-                stderr=errors,
-                cwd=folder,
-            )
-
-    @property
-    def events(self) -> list[str]:
-        return self.log_file.read_text().splitlines()
-
-    @property
-    def errors(self) -> str:
-        return self.error_file.read_text()
-
-    @property
-    def output(self) -> str:
-        return self.output_file.read_text()
-
-    def pids(self, name: str = "") -> list[int]:
-        return [int(event.split()[2]) for event in self.events if event.startswith(name) and event.split()[1] == "pid"]
-
-    def wait_ready(self) -> None:
-        wait_for(lambda: "ready http" in self.output or self.process.poll() is not None, "the ready line")
-        assert self.process.poll() is None, self.errors
-
-    def wait_end(self) -> int:
-        status = self.process.wait(PATIENCE)
-        assert [pid for pid in self.pids() if is_alive(pid)] == []
-        assert list(self.run_parent.iterdir()) == []
-        return status
-
-    def position(self, event: str) -> int:
-        assert event in self.events, (event, self.events)
-        return self.events.index(event)
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
-    started: list[Launcher] = []
-
-    def start(*arguments: str, **options: dict[str, str]) -> Launcher:
-        started.append(Launcher(tmp_path, *arguments, **options))
-        return started[-1]
-
-    yield start
-    for launcher in started:
-        if launcher.process.poll() is None:
-            launcher.process.kill()
-            launcher.process.wait()
 
 
 def test_one_ready_line_then_a_signal_drains_in_order_and_exits_zero(launch: Callable[..., Launcher]) -> None:
@@ -132,30 +45,6 @@ def test_a_death_without_restarts_is_told_to_all_others_and_ends_everything(
         assert (f"{other} fail {reason}" in launcher.events) == (other != victim)
     assert reason in launcher.errors
     assert launcher.output.count("\n") == 1
-
-
-def test_a_death_restarts_everything_in_a_new_incarnation_until_the_limit(launch: Callable[..., Launcher]) -> None:
-    launcher = launch("--max-restarts", "1")
-    launcher.wait_ready()
-    os.kill(launcher.pids("worker-0")[0], signal.SIGKILL)
-    wait_for(lambda: "ready again" in launcher.errors, "the second start")
-    incarnations = [int(event.split()[2]) for event in launcher.events if event.startswith("worker-0 incarnation")]
-    assert len(incarnations) == 2
-    assert incarnations[1] > incarnations[0]
-    assert launcher.output.split()[1] in launcher.errors.partition("ready again: ")[2]
-    os.kill(launcher.pids("tokenizer-0")[1], signal.SIGKILL)
-    assert launcher.wait_end() == 1
-    assert "--max-restarts allows 1" in launcher.errors
-    assert launcher.output.count("ready") == 1
-
-
-def test_after_a_recovered_death_a_clean_stop_is_still_not_success(launch: Callable[..., Launcher]) -> None:
-    launcher = launch("--max-restarts", "3")
-    launcher.wait_ready()
-    os.kill(launcher.pids("scheduler-0")[0], signal.SIGKILL)
-    wait_for(lambda: "ready again" in launcher.errors, "the second start")
-    launcher.process.send_signal(signal.SIGINT)
-    assert launcher.wait_end() == 1
 
 
 @pytest.mark.parametrize("behaviour", ["obey", "loading", "deaf"])

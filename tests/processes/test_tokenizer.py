@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,15 +17,17 @@ import pytest
 
 from config.schema import ChildSpec, Config, Endpoints, ModelArch, ModelConfig, TokenizerConfig
 from ipc.channels import AsyncRouter, new_incarnation
-from ipc.client import AsyncClient, RequestFailed
-from ipc.codec import Decoder, pack_ints, unpack_ints
+from ipc.client import AsyncClient, RequestFailed, Stream
+from ipc.codec import Decoder, pack_int64s, pack_ints, unpack_ints
 from ipc.control import Drain, Fail, Idle, Order, Ready, Status
 from ipc.messages import (
     AbortRequests,
     ChatMessage,
     ChatPrompt,
     Delta,
+    Failed,
     Finished,
+    Generate,
     RowOutput,
     SamplingParams,
     SchedulerReady,
@@ -59,7 +62,10 @@ sys.exit(main(spec, Control(int(sys.argv[2]), int(sys.argv[3]))))
 
 
 class Scheduler:
-    """Repeats each prompt's tokens as its output, one a step, then ends the request."""
+    """Repeats each prompt's tokens as its output, one a step, then ends the request.
+
+    Prompts that contain "refuse" get a 429; those that contain "loop" end as a loop with the last token.
+    """
 
     def __init__(self, endpoint: str) -> None:
         decoder: Decoder[ToScheduler] = Decoder(ToScheduler)
@@ -74,10 +80,22 @@ class Scheduler:
             assert peer == b"tok0"
             self.router.send(peer, SchedulerReady(64, 16))
         elif isinstance(message, Submit) and not self.holding:
+            text = VOCABULARY.tokenizer.decode(list(unpack_ints(message.token_ids)))
+            if "refuse" in text:
+                refusal = Failed(message.request_id, 429, "no", "rate_limit_error", code="ttft_target", retry_after=1.5)
+                self.router.send(peer, StepOutputs((refusal,)))
+                return
             for token in list(unpack_ints(message.token_ids))[: message.max_tokens]:
-                self.router.send(peer, StepOutputs((RowOutput(message.request_id, pack_ints([token])),)))
-            last = RowOutput(message.request_id, pack_ints([EOS]), "stop", EOS, cached_tokens=1)
+                self.say(message.request_id, token)
+            if "loop" in text:
+                last = RowOutput(message.request_id, pack_ints([EOS]), "stop", loop=True)
+            else:
+                last = RowOutput(message.request_id, pack_ints([EOS]), "stop", EOS, cached_tokens=1)
             self.router.send(peer, StepOutputs((last,)))
+
+    def say(self, request_id: int, token: int) -> None:
+        """One token with nothing else to say."""
+        self.router.send(b"tok0", StepOutputs((), pack_int64s([request_id]), pack_ints([token])))
 
     def of(self, kind: type) -> list[ToScheduler]:
         return [message for message in self.heard if isinstance(message, kind)]
@@ -273,6 +291,108 @@ def test_stop_strings_reach_the_scheduler(directory: Path) -> None:
     asyncio.run(run())
 
 
+def test_what_the_scheduler_decides_by_comes_from_the_sdk(directory: Path) -> None:
+    async def run() -> None:
+        async with running(directory) as setting:
+            options: dict[str, Any] = {
+                "priority": -5,
+                "ttft_target_ms": 120,
+                "cache_pin_seconds": 30,
+                "namespace": "ns",
+                "tenant": "team",
+                "external_id": "trace",
+            }
+            stream = setting.client.generate(TextPrompt("hello"), SamplingParams(n=3, stop_on_loop=4), **options)
+            async for _ in stream:
+                pass
+            submits = setting.scheduler.of(Submit)
+            assert len(submits) == 3
+            for submit in submits:
+                assert {name: getattr(submit, name) for name in options} == options
+                assert isinstance(submit, Submit)
+                assert submit.stop_on_loop == 4
+
+    asyncio.run(run())
+
+
+OUT_OF_BOUNDS: list[tuple[dict[str, Any], str]] = [
+    ({"priority": 1_000_001}, "between -1000000 and 1000000"),
+    ({"priority": -1_000_001}, "between -1000000 and 1000000"),
+    ({"ttft_target_ms": 0.5}, "between 1 and 3600000"),
+    ({"ttft_target_ms": float("nan")}, "between 1 and 3600000"),
+    ({"cache_pin_seconds": 3600.1}, "between 0 and 3600"),
+    ({"namespace": "n" * 129}, "at most 128 characters"),
+    ({"tenant": "n" * 129}, "at most 128 characters"),
+]
+
+
+def test_a_client_that_does_not_check_is_refused_by_name_and_limit(directory: Path) -> None:
+    # `AsyncClient` would refuse these itself, so the messages are put on its link directly.
+    async def run() -> None:
+        async with running(directory) as setting:
+            for at, (options, limit) in enumerate(OUT_OF_BOUNDS):
+                request = Generate(1000 + at, TextPrompt("hello"), SamplingParams(), **options)
+                failed = await answer_to(setting.client, request)
+                assert (failed.status, [failed.param]) == (400, list(options))
+                assert limit in failed.message
+            assert (await setting.complete(TextPrompt("hello")))[0] == "hello"
+            assert len(setting.scheduler.of(Submit)) == 1
+
+    asyncio.run(run())
+
+
+async def answer_to(client: AsyncClient, *messages: Generate) -> Failed:
+    """The first failure among the answers to messages that bypass the client's own checks and numbers."""
+    (link,) = client._links
+    stream = Stream(messages[0].request_id, 1, lambda stream: None)
+    link.streams[messages[0].request_id] = stream
+    for message in messages:
+        assert link.dealer.send(message)
+    with pytest.raises(RequestFailed) as caught:
+        async for _ in stream:
+            pass
+    return caught.value.failed
+
+
+def test_b070_one_id_twice_at_once_refuses_the_second_and_harms_nobody(directory: Path) -> None:
+    async def run() -> None:
+        async with running(directory) as setting:
+            setting.scheduler.holding = True
+            twice = Generate(5, TextPrompt("hello"), SamplingParams(n=2))
+            failed = await answer_to(setting.client, twice, twice)
+            assert (failed.status, failed.param) == (400, "request_id")
+            await eventually(lambda: len(setting.scheduler.of(Submit)) == 2, "the first one's choices")
+            setting.scheduler.holding = False
+            chat = ChatPrompt((ChatMessage("user", "Hi"),))
+            assert (await setting.complete(TextPrompt("hello")))[0] == "hello"
+            assert (await setting.complete(chat))[1]
+            assert len(setting.scheduler.of(Submit)) == 4, "the duplicate was not submitted"
+            assert setting.process.popen.poll() is None
+
+    asyncio.run(run())
+
+
+def test_a_refusal_reaches_the_client_whole(directory: Path) -> None:
+    async def run() -> None:
+        async with running(directory) as setting:
+            with pytest.raises(RequestFailed) as caught:
+                await setting.complete(TextPrompt("refuse this"))
+            failed = caught.value.failed
+            assert (failed.status, failed.type, failed.code) == (429, "rate_limit_error", "ttft_target")
+            assert failed.retry_after == 1.5
+
+    asyncio.run(run())
+
+
+def test_a_loop_ends_with_its_reason_and_whole_text(directory: Path) -> None:
+    async def run() -> None:
+        async with running(directory) as setting:
+            text, (end,) = await setting.complete(TextPrompt("loop loop loop"), stop=("pXYZ",))
+            assert (text, end.reason, end.stop_reason) == ("loop loop loop", "stop", "repetition_loop")
+
+    asyncio.run(run())
+
+
 def test_bad_requests_get_a_400_and_the_next_is_served(directory: Path) -> None:
     async def run() -> None:
         async with running(directory) as setting:
@@ -339,8 +459,43 @@ def test_b074_output_for_an_unknown_request_is_aborted_and_harms_nobody(director
         async with running(directory) as setting:
             for _ in range(3):
                 setting.scheduler.router.send(b"tok0", StepOutputs((RowOutput(123456, pack_ints([1])),)))
+                setting.scheduler.say(654321, 1)
             assert (await setting.complete(TextPrompt("hello")))[0] == "hello"
-            assert setting.scheduler.of(AbortRequests) == [AbortRequests((123456,))]
+            assert setting.scheduler.of(AbortRequests) == [AbortRequests((123456,)), AbortRequests((654321,))]
+
+    asyncio.run(run())
+
+
+def test_b074_requests_dropped_in_mid_stream_are_aborted_and_harm_nobody(directory: Path) -> None:
+    async def run() -> None:
+        async with running(directory) as setting:
+            setting.scheduler.holding = True
+            rng = random.Random(74)
+            streams = [setting.client.generate(TextPrompt("hello"), SamplingParams()) for _ in range(60)]
+            await eventually(lambda: len(setting.scheduler.of(Submit)) == 60, "all requests arriving")
+            ids = [submit.request_id for submit in setting.scheduler.of(Submit) if isinstance(submit, Submit)]
+            (token,) = VOCABULARY.encode("hello", add_special_tokens=False)
+            dropped = rng.sample(range(60), 18)
+            for at in dropped:
+                for request_id in ids:  # the scheduler does not know yet who has left
+                    setting.scheduler.say(request_id, token)
+                streams[at].abort()
+                await asyncio.sleep(0)
+            last = [RowOutput(ids[at], b"", "length") for at in range(60) if at not in dropped]
+            setting.scheduler.router.send(b"tok0", StepOutputs(tuple(last)))
+            for at, stream in enumerate(streams):
+                items = [item async for batch in stream for item in batch]
+                if at not in dropped:
+                    assert "".join(item.text for item in items if isinstance(item, Delta)) == "hello" * len(dropped)
+                    assert isinstance(items[-1], Finished)
+
+            def aborted() -> set[int]:
+                aborts = [message for message in setting.scheduler.heard if isinstance(message, AbortRequests)]
+                return {request_id for message in aborts for request_id in message.request_ids}
+
+            await eventually(lambda: aborted() == {ids[at] for at in dropped}, "the aborts")
+            setting.scheduler.holding = False
+            assert (await setting.complete(TextPrompt("hello")))[0] == "hello"
 
     asyncio.run(run())
 

@@ -24,6 +24,7 @@ from tests.unit.gpu_workers.plans import new_row, plan
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120.0  # seconds; only reached when something is broken
 NUM_BLOCKS = 32
+NUM_HOST_BLOCKS = 6
 
 
 class Rank:
@@ -91,6 +92,7 @@ def run_ranks(model_path: Path, directory: Path, talk: Talk, *, tp: int = 1) -> 
         incarnation=new_incarnation(),
         kv_memory_bytes=0,
         num_blocks=NUM_BLOCKS,
+        num_host_blocks=NUM_HOST_BLOCKS,
         rendezvous_port=free_loopback_port() if tp > 1 else 0,
     )
     ranks = [Rank(msgspec.structs.replace(spec, index=index), directory) for index in range(tp)]
@@ -129,7 +131,7 @@ def run_ranks(model_path: Path, directory: Path, talk: Talk, *, tp: int = 1) -> 
         try:
             async with asyncio.timeout(PATIENCE):
                 await until(lambda: len(ready) == tp)
-                expected = {b"rank%d" % i: WorkerReady(rank=i, num_blocks=NUM_BLOCKS) for i in range(tp)}
+                expected = {b"rank%d" % i: WorkerReady(i, NUM_BLOCKS, NUM_HOST_BLOCKS) for i in range(tp)}
                 assert ready == expected
                 await talk(send, results, ranks)
                 return [await asyncio.to_thread(rank.process.wait) for rank in ranks]
@@ -169,6 +171,39 @@ def test_a_reference_row_and_drain(model_path: Path, shared_dir: Path, tmp_path:
         assert isinstance(reports[-1], Ready)
         stages = list(dict.fromkeys(report.stage for report in reports[:-1] if isinstance(report, Progress)))
         assert stages[-4:] == ["importing torch", "loading weights", "allocating KV", "warming up"]
+
+
+def test_a_swapped_out_request_goes_on_where_it_was(model_path: Path, shared_dir: Path, tmp_path: Path) -> None:
+    """Swapped out by a plan that does nothing else, its blocks overwritten, swapped in elsewhere, on every rank."""
+    with (shared_dir / "reference" / "greedy.jsonl").open() as lines:
+        row = next(row for row in map(json.loads, lines) if row["kind"] == "chat" and min(row["margins"]) > 0.01)
+    prompt, expected = row["prompt_ids"], row["output_ids"][:6]
+    so_far, computed = prompt + expected[:3], len(prompt) + 2
+    num_blocks = -(-computed // 16)
+    assert num_blocks <= 5
+    blocks, elsewhere, host = range(5, 5 + num_blocks), range(20, 20 + num_blocks), range(1, 1 + num_blocks)
+
+    async def talk(send, results, ranks) -> None:
+        send(plan(0, [(1, 0, len(prompt), 1)], new=[new_row(1, prompt, [*blocks, 10])]))
+        send(plan(1, [(1, len(prompt), 1, 1)]))
+        send(plan(2, [(1, len(prompt) + 1, 1, 1)]))
+        send(plan(3, freed=[1], outs=zip(blocks, host, strict=True)))
+        other = new_row(0, [7] * (16 * num_blocks), blocks)
+        send(plan(4, [(0, 0, 16 * num_blocks, 1)], new=[other], ins=zip(host, elsewhere, strict=True)))
+        again = new_row(1, so_far, [*elsewhere, 11], num_prompt=len(prompt))
+        send(plan(5, [(1, computed, 1, 1)], new=[again]))
+        send(plan(6, [(1, computed + 1, 1, 1)]))
+        send(plan(7, [(1, computed + 2, 1, 1)]))
+        found = await results(8)
+        assert [result.step for result in found] == list(range(8))
+        assert found[3] == StepResult(step=3, token_ids=b"")
+        mine = [*found[:3], *found[5:]]
+        assert [token for result in mine for token in unpack_ints(result.token_ids)] == expected
+        for rank in ranks:
+            rank.order(Drain())
+
+    for status, _, log in run_ranks(model_path, tmp_path, talk, tp=3):
+        assert status == 0, log
 
 
 def test_an_invalid_plan_and_a_fail_order_end_it(model_path: Path, tmp_path: Path) -> None:

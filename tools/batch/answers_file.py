@@ -1,6 +1,7 @@
 """The output of a batch: one answer a line, written as it comes, so that an interrupted batch can be resumed."""
 
 import contextlib
+import fcntl
 import os
 import uuid
 from collections.abc import Iterator
@@ -47,7 +48,8 @@ class AnswersFile:
     """Appends answers to `path`. `done` holds the custom_ids that an earlier run has answered for good, `errors`
     counts the answers in the file that are errors.
 
-    Nothing is created or changed before `open`. Raises `BatchError` for a file that cannot be used.
+    Nothing is created or changed before `open`. Raises `BatchError` for a file that cannot be used, or that another
+    batch is using: an existing file is locked at once, a new one by `open`, until the end of the `with` block.
     """
 
     def __init__(self, path: Path, resume: bool) -> None:
@@ -55,19 +57,26 @@ class AnswersFile:
         self.errors = 0
         self._path = path.resolve()  # rewriting must not replace a link
         self._file: BinaryIO | None = None
+        self._locked: BinaryIO | None = None
         self._to_rewrite = False
-        self._check(resume)
-        if resume and path.exists():
-            for _, known in self._whole_lines():
-                if _is_final(known.response.status_code):
-                    self.done.add(known.custom_id)
-                    self.errors += known.response.status_code != 200
+        self._check()
+        if not path.exists():
+            return
+        self._locked = self._lock()
+        try:
+            if resume:
+                self._read()
+            elif path.stat().st_size:
+                raise BatchError(f"{self._path}: exists: remove it, or go on with it by --resume")
+        except BaseException:
+            self._locked.close()
+            raise
 
     @property
     def opened(self) -> bool:
         return self._file is not None
 
-    def _check(self, resume: bool) -> None:
+    def _check(self) -> None:
         path = self._path
         if path.is_dir():
             raise BatchError(f"{path}: is a directory")
@@ -75,8 +84,29 @@ class AnswersFile:
             raise BatchError(f"{path.parent}: there is no such directory")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise BatchError(f"{path}: no permission to write it")
-        if not resume and path.exists() and path.stat().st_size:
-            raise BatchError(f"{path}: exists: remove it, or go on with it by --resume")
+
+    def _lock(self) -> BinaryIO:
+        """The file, open for appending; no other batch can have it until this closes."""
+        try:
+            file = self._path.open("ab", buffering=0)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
+                    raise BlockingIOError  # another batch has just replaced it
+            except BaseException:
+                file.close()
+                raise
+        except BlockingIOError:
+            raise BatchError(f"{self._path}: another batch is writing to it") from None
+        except OSError as error:
+            raise BatchError(f"{self._path}: {error.strerror}") from None
+        return file
+
+    def _read(self) -> None:
+        for _, known in self._whole_lines():
+            if _is_final(known.response.status_code):
+                self.done.add(known.custom_id)
+                self.errors += known.response.status_code != 200
 
     def _whole_lines(self) -> Iterator[tuple[bytes, _Known]]:
         """All lines but the one that an interruption cut off; notes whether some must not stay in the file."""
@@ -95,14 +125,19 @@ class AnswersFile:
 
     def open(self) -> None:
         """Be ready to write: creates the file, or takes out of it what is to be answered again."""
+        if self._locked is None:
+            self._locked = self._lock()
+            if os.fstat(self._locked.fileno()).st_size:
+                raise BatchError(f"{self._path}: another batch has written to it meanwhile")
         try:
             if self._to_rewrite:
-                self._rewrite()
-            self._file = self._path.open("ab", buffering=0)
+                self._locked = self._rewrite(self._locked)
         except OSError as error:
             raise BatchError(f"{self._path}: {error.strerror}") from None
+        self._file = self._locked
 
-    def _rewrite(self) -> None:
+    def _rewrite(self, old: BinaryIO) -> BinaryIO:
+        """Put a file without the lines to be answered again in the place of `old`, under lock all the time."""
         new = self._path.with_name(f"{self._path.name}.{os.getpid()}.new")
         try:
             with new.open("xb") as file:
@@ -112,7 +147,11 @@ class AnswersFile:
                 file.flush()
                 os.fsync(file.fileno())
             new.chmod(self._path.stat().st_mode & 0o777)
+            appending = new.open("ab", buffering=0)
+            fcntl.flock(appending, fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.replace(self._path)
+            old.close()
+            return appending
         finally:
             new.unlink(missing_ok=True)
 
@@ -138,5 +177,5 @@ class AnswersFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._locked is not None:
+            self._locked.close()

@@ -46,12 +46,14 @@ def _end_with(parent: int) -> Callable[[], None] | None:
 @asynccontextmanager
 async def engine(flags: Sequence[str]) -> AsyncIterator[Engine]:
     """Start an engine with these flags of `python -m launch`; it ends with the block."""
+    paths = [str(_REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "launch", "--frontends", "0", *flags),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
-        cwd=_REPOSITORY,
+        # Not by its working directory, which relative paths among the flags are meant for.
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         start_new_session=True,  # the terminal's Ctrl-C is for the batch, which ends the engine itself
         preexec_fn=_end_with(os.getpid()),
     )

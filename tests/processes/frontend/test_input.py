@@ -1,5 +1,6 @@
 """Whatever a client sends, it gets an error object of the 4xx kind, and the frontend goes on."""
 
+import hashlib
 import json
 import re
 import socket
@@ -160,6 +161,86 @@ def test_b048_echo_of_token_ids(frontend: Frontend) -> None:
     for prompt in ([1, 15], [[1], [15]]):
         answer = frontend.request("POST", TEXT, {**GOOD_TEXT, "prompt": prompt, "echo": True})
         assert (answer.status, answer.error()["param"]) == (400, "echo")
+
+
+BAD_FIELDS = [
+    ("priority", -1_000_001, "between -1000000 and 1000000"),
+    ("priority", 1_000_001, "between -1000000 and 1000000"),
+    ("priority", 2**70, ""),
+    ("priority", 0.5, "int"),
+    ("priority", True, "int"),
+    ("priority", "0", "int"),
+    ("ttft_target_ms", 0, "between 1 and 3600000"),
+    ("ttft_target_ms", -5, "between 1 and 3600000"),
+    ("ttft_target_ms", 3_600_000.5, "between 1 and 3600000"),
+    ("ttft_target_ms", 1e308, "between 1 and 3600000"),
+    ("ttft_target_ms", "9", "float"),
+    ("cache_pin_seconds", -0.1, "between 0 and 3600"),
+    ("cache_pin_seconds", 3600.1, "between 0 and 3600"),
+    ("cache_pin_seconds", [], "float"),
+    ("stop_on_loop", -1, "between 0 and 1000"),
+    ("stop_on_loop", 1, "between 2 and 1000"),
+    ("stop_on_loop", 1001, "between 0 and 1000"),
+    ("stop_on_loop", 2.5, "int"),
+    ("cache_salt", "s" * 257, "at most 256 characters"),
+    ("cache_salt", 7, "str"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "limit"), BAD_FIELDS, ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_scheduling_fields_name_parameter_and_limit(
+    frontend: Frontend, engine: FakeEngine, name: str, value: Any, limit: str, stream: bool
+) -> None:
+    before = len(engine.requests)
+    for path, good in ((CHAT, GOOD_CHAT), (TEXT, {**GOOD_TEXT, "prompt": ["a", "b"]})):
+        answer = frontend.request("POST", path, {**good, name: value, "stream": stream})
+        assert (answer.status, answer.error()["param"]) == (400, name)
+        assert name in answer.error()["message"]
+        assert limit in answer.error()["message"]
+    assert len(engine.requests) == before, "nothing is asked of the engine"
+
+
+@pytest.mark.parametrize("number", ["1e999", "NaN", "Infinity", "-1e999"])
+@pytest.mark.parametrize("name", ["ttft_target_ms", "cache_pin_seconds"])
+def test_numbers_that_are_not_finite_are_refused(frontend: Frontend, name: str, number: str) -> None:
+    body = json.dumps({**GOOD_TEXT, name: "#"}).replace('"#"', number)
+    answer = frontend.request("POST", TEXT, body.encode())
+    assert answer.status == 400
+    answer.error()
+
+
+KEY_A, KEY_B = (hashlib.sha256(key).hexdigest()[:16] for key in (b"key-a", b"key-b"))
+SALT = hashlib.sha256(b"salt").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("header", "salt", "tenant", "namespace"),
+    [
+        (None, None, "", ""),
+        (None, "salt", "", f":{SALT}"),
+        ("Bearer key-a", None, KEY_A, KEY_A),
+        ("bearer key-a", "salt", KEY_A, f"{KEY_A}:{SALT}"),
+        ("Bearer key-b", "salt", KEY_B, f"{KEY_B}:{SALT}"),
+        ("Basic key-a", "salt", "", f":{SALT}"),
+        ("Bearer", None, "", ""),
+        ("Bearer  ", None, "", ""),
+        ("", None, "", ""),
+        ("Bearer " + "k" * 4000, "s" * 256, None, None),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_key_and_salt_make_tenant_and_namespace(
+    frontend: Frontend, engine: FakeEngine, header: str | None, salt: str | None, tenant: str | None, namespace: str
+) -> None:
+    name = f"tenant-{len(engine.requests)}"
+    headers = {"x-request-id": name} | ({} if header is None else {"Authorization": header})
+    assert frontend.request("POST", TEXT, {**GOOD_TEXT, "cache_salt": salt}, headers).status == 200
+    request = engine.wait_for_request(name)
+    if tenant is not None:
+        assert (request.tenant, request.namespace) == (tenant, namespace)
+    else:
+        assert (len(request.tenant), len(request.namespace)) == (16, 16 + 1 + 64), "bounded, whatever was sent"
 
 
 RAW = [

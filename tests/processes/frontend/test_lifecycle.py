@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ipc.control import Drain, Fail, Idle, Ready
@@ -176,20 +177,40 @@ def test_an_engine_that_dies_fails_its_requests_and_comes_back(tmp_path: Path, r
         engine.close()
         assert b'data: {"error":{"message":"the connection to the engine was lost"' in stream.read()
         assert frontend.request("POST", CHAT, body()).status == 503
+        assert frontend.request("GET", "/health/live").status == 200
         engine = FakeEngine(tmp_path)
+        wait_until(lambda: frontend.request("POST", CHAT, body()).status == 200)
+        # The sender of the counters was lost as well: only its successor's count as a sign of life.
+        assert frontend.request("GET", "/health/ready").json()["error"]["code"] == "recovering"
+        published(frontend, engine, STATS)
         wait_until(lambda: frontend.request("GET", "/health/ready").status == 200)
-        assert frontend.request("POST", CHAT, body()).status == 200
     finally:
         frontend.close()
         engine.close()
 
 
-def published(frontend: Frontend, engine: FakeEngine) -> None:
-    """Publish `STATS` until the frontend, which may not have subscribed yet, has got it."""
+def test_while_the_ranks_are_restarted_it_is_not_ready_but_takes_requests(
+    frontend: Frontend, engine: FakeEngine
+) -> None:
+    published(frontend, engine, msgspec.structs.replace(STATS, engine_ready=False))
+    answer = frontend.request("GET", "/health/ready")
+    assert answer.status == 503
+    assert answer.json()["error"]["code"] == "recovering"
+    assert "Retry-After" in answer.headers
+    assert frontend.request("GET", "/health/live").status == 200
+    assert frontend.request("POST", CHAT, body()).status == 200
+    published(frontend, engine, msgspec.structs.replace(STATS, recoveries=1))
+    assert frontend.request("GET", "/health/ready").status == 200
+    assert frontend.request("GET", "/health/progress").json()["recoveries"] == 1
+
+
+def published(frontend: Frontend, engine: FakeEngine, stats: Stats = STATS) -> None:
+    """Publish until the frontend, which may not have subscribed yet, has got it."""
 
     def arrived() -> bool:
-        engine.publish(STATS)
-        return frontend.request("GET", "/health/progress").status == 200
+        engine.publish(stats)
+        answer = frontend.request("GET", "/health/progress")
+        return answer.status == 200 and answer.json()["engine_ready"] == stats.engine_ready
 
     wait_until(arrived)
 
@@ -199,6 +220,8 @@ def test_progress(frontend: Frontend, engine: FakeEngine) -> None:
     progress = frontend.request("GET", "/health/progress").json()
     assert progress.pop("age_seconds") >= 0
     assert progress == {
+        "engine_ready": True,
+        "recoveries": 0,
         "step": 77,
         "running": 3,
         "waiting": 2,

@@ -1,6 +1,8 @@
 """The frontend under the official openai client."""
 
+import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -154,6 +156,70 @@ def test_streamed_logprobs_equal_the_whole_ones(client: openai.OpenAI) -> None:
     assert offsets == [5 * position for position in range(4)]
 
 
+TENANT = hashlib.sha256(b"none").hexdigest()[:16]  # of the fixture's API key
+EXTRA = [
+    ({"priority": -1_000_000}, {"priority": -1_000_000}),
+    ({"priority": 1_000_000}, {"priority": 1_000_000}),
+    ({"ttft_target_ms": 1}, {"ttft_target_ms": 1.0}),
+    ({"ttft_target_ms": 3_600_000}, {"ttft_target_ms": 3_600_000.0}),
+    ({"cache_pin_seconds": 0.5}, {"cache_pin_seconds": 0.5}),
+    ({"cache_pin_seconds": 3600}, {"cache_pin_seconds": 3600.0}),
+    ({"cache_salt": "s" * 256}, {"namespace": f"{TENANT}:{hashlib.sha256(b's' * 256).hexdigest()}"}),
+    ({"stop_on_loop": 2}, {"stop_on_loop": 2}),
+    ({"stop_on_loop": 1000}, {"stop_on_loop": 1000}),
+    ({"stop_on_loop": 0}, {"stop_on_loop": 0}),
+]
+DEFAULTS = {
+    "tenant": TENANT,
+    "namespace": TENANT,
+    "priority": 0,
+    "ttft_target_ms": None,
+    "cache_pin_seconds": 0.0,
+    "stop_on_loop": None,
+}
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, {}),
+        (dict.fromkeys(["priority", "ttft_target_ms", "cache_pin_seconds", "cache_salt", "stop_on_loop"]), {}),
+        *EXTRA,
+    ],
+    ids=lambda fields: "-".join(map(str, fields))[:40],
+)
+def test_each_extra_field_reaches_the_engine(
+    client: openai.OpenAI, engine: FakeEngine, chat: bool, body: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    name = f"extra-{chat}-{len(engine.requests)}"
+    ask: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": 2,
+        "extra_body": body,
+        "extra_headers": {"x-request-id": name},
+    }
+    if chat:
+        answer = client.chat.completions.with_raw_response.create(messages=[USER], **ask)
+    else:
+        answer = client.completions.with_raw_response.create(prompt="hello", **ask)
+    assert "x-tokenmill-ignored" not in answer.headers
+    request = engine.wait_for_request(name)
+    got = {field: getattr(request, field) for field in DEFAULTS if field != "stop_on_loop"}
+    assert got | {"stop_on_loop": request.params.stop_on_loop} == DEFAULTS | expected
+
+
+def test_a_loop_is_told_as_the_reason_and_its_text_is_whole(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "loop"}]).choices[0]
+    assert (whole.message.content, whole.finish_reason) == (expected_text(0, 2), "stop")
+    assert whole.model_extra == {"stop_reason": "repetition_loop"}
+    chunks = [chunk.choices[0] for chunk in client.completions.create(model="tiny", prompt="loop", stream=True)]
+    assert "".join(choice.text for choice in chunks) == expected_text(0, 2)
+    assert chunks[-1].finish_reason == "stop"
+    reasons = [(choice.model_extra or {}).get("stop_reason") for choice in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["repetition_loop"]
+
+
 def test_a_400_names_the_parameter(client: openai.OpenAI) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as caught:
@@ -167,10 +233,11 @@ def test_errors_have_the_clients_classes(client: openai.OpenAI) -> None:
         client.completions.create(model="gpt-9", prompt="x")
     assert missing.value.code == "model_not_found"
     for stream in (False, True):
-        with pytest.raises(openai.RateLimitError) as full:
-            client.completions.create(model="tiny", prompt="refuse", stream=stream)
-        assert full.value.response.headers["retry-after"] == "3"
-        assert full.value.code == "full"
+        for line, code, seconds in (("refuse", "queue_full", "3"), ("late", "ttft_target", "1")):
+            with pytest.raises(openai.RateLimitError) as full:
+                client.completions.create(model="tiny", prompt=line, stream=stream)
+            assert full.value.response.headers["retry-after"] == seconds, "rounded up to whole seconds"
+            assert (full.value.code, full.value.type) == (code, "rate_limit_error")
     with pytest.raises(openai.InternalServerError) as died:
         client.completions.create(model="tiny", prompt="fail")
     assert died.value.status_code == 503

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import random
 import socket
 from typing import Any
 
@@ -97,10 +98,26 @@ def test_a_failure_after_the_start_is_one_error_event(frontend: Frontend, chat: 
     assert sum("error" in event for event in answer.events()) == 1
 
 
-def test_a_failure_before_the_start_has_its_status(frontend: Frontend) -> None:
-    answer = frontend.request("POST", CHAT, chat_body("refuse", stream=True))
-    assert (answer.status, answer.headers["Retry-After"]) == (429, "3")
-    assert answer.error()["code"] == "full"
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("line", "code", "seconds"), [("refuse", "queue_full", "3"), ("late", "ttft_target", "1")])
+def test_a_refusal_is_a_plain_429_also_of_a_stream(
+    frontend: Frontend, chat: bool, stream: bool, line: str, code: str, seconds: str
+) -> None:
+    body = (chat_body if chat else text_body)(line, stream=stream, n=2)
+    answer = frontend.request("POST", CHAT if chat else TEXT, body)
+    assert (answer.status, answer.headers["Retry-After"]) == (429, seconds)
+    assert answer.headers["Content-Type"].startswith("application/json")
+    assert (answer.error()["type"], answer.error()["code"]) == ("rate_limit_error", code)
+
+
+def test_one_refused_prompt_of_several_refuses_the_request(frontend: Frontend, engine: FakeEngine) -> None:
+    body = text_body(stream=True)
+    body["prompt"] = ["mute", "refuse"]
+    answer = frontend.request("POST", TEXT, body, {"x-request-id": "half-refused"})
+    assert (answer.status, answer.error()["code"]) == (429, "queue_full")
+    silent = next(r for r in engine.requests if r.external_id == "half-refused" and r.prompt.text == "mute")  # type: ignore[union-attr]
+    engine.wait_for_abort(silent.request_id)
 
 
 def test_one_of_several_prompts_failing_ends_all(frontend: Frontend, engine: FakeEngine) -> None:
@@ -157,7 +174,7 @@ def test_a_failure_after_the_first_comment_is_an_error_event(talkative: Frontend
     data += response.read()
     connection.close()
     (event,) = Answer(response.status, {}, data).events()
-    assert json.loads(event)["error"]["code"] == "full"
+    assert json.loads(event)["error"]["code"] == "queue_full"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -206,6 +223,39 @@ def test_a_connection_is_used_again_after_a_stream(frontend: Frontend) -> None:
         assert response.read().endswith(b"data: [DONE]\n\n")
         assert connection.sock is first_socket
     connection.close()
+
+
+def test_b074_clients_that_leave_in_mid_stream_disturb_nobody(frontend: Frontend, engine: FakeEngine) -> None:
+    rng = random.Random(74)
+    leaving = rng.sample(range(30), 10)
+    connections = [frontend.connect() for _ in range(30)]
+    for at, connection in enumerate(connections):
+        body = chat_body("hang" if at in leaving else "slow", stream=True)
+        connection.request("POST", CHAT, json.dumps(body), {"x-request-id": f"b074-{at}"})
+    for at in leaving:
+        request = engine.wait_for_request(f"b074-{at}")
+        if rng.random() < 0.5:  # else it leaves before anything has come
+            response = connections[at].getresponse()
+            read_until(response, b"begun")
+            response.close()
+        connections[at].close()
+        engine.wait_for_abort(request.request_id)
+    for at, connection in enumerate(connections):
+        if at not in leaving:
+            assert connection.getresponse().read().endswith(b"data: [DONE]\n\n")
+            connection.close()
+    assert frontend.request("POST", CHAT, chat_body()).status == 200
+
+
+def test_b070_two_requests_of_one_id_at_the_same_time_are_both_served(frontend: Frontend) -> None:
+    connections = [frontend.connect() for _ in range(2)]
+    for connection in connections:
+        connection.request("POST", CHAT, json.dumps(chat_body("slow", stream=True)), {"x-request-id": "twice"})
+    for connection in connections:
+        response = connection.getresponse()
+        assert response.headers["x-request-id"] == "twice"
+        assert response.read().endswith(b"data: [DONE]\n\n")
+        connection.close()
 
 
 def test_many_streams_at_once(frontend: Frontend) -> None:

@@ -1,5 +1,6 @@
 """Arithmetic of the memory plan, against the sizes that the model authors publish."""
 
+import msgspec
 import pytest
 
 from config.memory_plan import (
@@ -14,6 +15,7 @@ from config.memory_plan import (
 )
 from config.resolve import Machine, Resolved, resolve
 from config.schema import Config, ModelArch, ModelConfig
+from config.sources import read_settings
 
 GIB = 1 << 30
 
@@ -144,6 +146,27 @@ def test_the_full_report_counts_sequences_by_length() -> None:
     assert "134.5 M parameters" in text
     assert f"{resolved.plan.kv_tokens:,}" in text
     assert str(resolved.plan.num_blocks) in short_report(resolved.plan)
+
+
+def test_a_host_tier_has_its_line_and_counts() -> None:
+    argv = ["--model", "m", "--kv-memory", "1GiB", "--host-kv-memory", "2GiB"]
+    config = read_settings(argv, {}, "0").config
+    machine = Machine(cores=8, memory_total=8 * GIB, memory_available=8 * GIB, cpu_features=frozenset({"avx512_bf16"}))
+    resolved = resolve(config, SMOLLM2_135M, machine)
+    blocks = 2 * GIB // (16 * 23_040)
+    [line] = [line for line in full_report(resolved.plan, resolved.config, SMOLLM2_135M).splitlines() if "host" in line]
+    assert line.split() == ["host", "KV", "2.00", "GiB", f"({blocks}", "blocks)"]
+    assert f"host KV 2.00 GiB ({blocks} blocks)" in short_report(resolved.plan)
+    none = plan_of(SMOLLM2_135M, 8 * GIB)
+    assert "host" not in full_report(none.plan, none.config, SMOLLM2_135M) + short_report(none.plan)
+
+    tight = resolve(config, SMOLLM2_135M, msgspec.structs.replace(machine, memory_available=3 * GIB))
+    assert not tight.plan.fits
+    text = shortage(tight.plan, tight.config)
+    assert "the host tier 2.00 GiB" in text
+    # 3 GiB less what the plan of the same settings takes without the two tiers.
+    room = 3 * GIB - (tight.plan.total - tight.plan.kv - 2 * GIB // (16 * 23_040) * 16 * 23_040)
+    assert f"--kv-memory and --host-kv-memory of together {room >> 20}MiB or less" in text
 
 
 def test_a_model_too_large_says_what_helps() -> None:

@@ -121,6 +121,70 @@ def test_memory_asked_for_that_is_not_there_is_a_plan_that_does_not_fit() -> Non
     assert settle("--kv-memory", "32GiB").plan.fits
 
 
+BLOCK = 16 * 23_040  # bytes of a block of SmolLM2 in bfloat16
+
+
+def test_there_is_no_host_tier_unless_asked_for() -> None:
+    for shortage in ("wait", "recompute"):
+        resolved = settle("--kv-shortage", shortage)
+        assert (resolved.plan.num_host_blocks, resolved.config.worker.host_kv_memory) == (0, "0")
+        assert not any(text.startswith("host_kv_memory") for text in resolved.reasons)
+
+
+def test_a_host_tier_holds_whole_blocks_of_the_memory_asked_for() -> None:
+    resolved = settle("--host-kv-memory", "1GiB")
+    assert resolved.plan.num_host_blocks == GIB // BLOCK
+    assert int(resolved.config.worker.host_kv_memory or "") == GIB
+    without = settle().plan
+    assert resolved.plan.total - without.total == GIB // BLOCK * BLOCK
+
+
+def test_swapping_has_as_much_host_memory_as_the_kv_cache_or_half_of_what_is_left() -> None:
+    resolved = settle("--kv-shortage", "swap", "--kv-memory", "2GiB")
+    assert resolved.plan.num_host_blocks == resolved.plan.num_blocks == 2 * GIB // BLOCK
+    assert "as much as the KV cache" in reason(resolved, "host_kv_memory")
+
+    large = settle("--kv-shortage", "swap", "--kv-memory", "40GiB")
+    left = 60 * GIB - settle("--kv-memory", "40GiB").plan.total
+    assert large.plan.num_host_blocks == left // 2 // BLOCK
+    assert "half of what memory is left" in reason(large, "host_kv_memory")
+    assert large.plan.fits
+
+
+def test_every_rank_has_its_share_of_the_host_tier() -> None:
+    swap = ("--kv-shortage", "swap")
+    one, two = settle(*swap, arch=LLAMA_3_2_1B), settle(*swap, "--tp", "2", arch=LLAMA_3_2_1B)
+    assert two.plan.host_kv * 2 == one.plan.host_kv
+    assert "a rank" in reason(two, "host_kv_memory")
+
+
+def test_a_host_tier_asked_for_leaves_less_for_the_kv_cache() -> None:
+    machine = msgspec.structs.replace(BF16_MACHINE, memory_available=5 * GIB)
+    resolved = settle("--host-kv-memory", "3GiB", machine=machine)
+    assert resolved.plan.fits
+    assert resolved.plan.kv < settle(machine=machine).plan.kv
+    assert "what is left" in reason(resolved, "kv_memory")
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ("--host-kv-memory 1KiB", "--host-kv-memory 1KiB: must hold one block of 16 tokens, which takes 360 KiB"),
+        ("--host-kv-memory much", "--host-kv-memory: 'much' is not a memory size"),
+        ("--kv-shortage swap --host-kv-memory 0", "--kv-shortage swap: .* at least one block, 360 KiB, but .* is 0"),
+        ("--kv-shortage swap --no-prefix-cache", "--kv-shortage swap: does not go with --no-prefix-cache"),
+        ("--host-kv-memory 1GiB --no-prefix-cache", "--host-kv-memory 1GiB: does not go with --no-prefix-cache"),
+    ],
+)
+def test_a_host_tier_that_is_of_no_use_is_refused(argv: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{problem}"):
+        settle(*argv.split())
+
+
+def test_no_host_tier_goes_with_no_prefix_cache() -> None:
+    assert settle("--host-kv-memory", "0", "--no-prefix-cache").plan.num_host_blocks == 0
+
+
 @given(
     available=st.integers(1 << 26, 200 * GIB),
     arch=st.sampled_from([SMOLLM2_135M, LLAMA_3_2_1B, LLAMA_3_1_8B]),
@@ -128,18 +192,27 @@ def test_memory_asked_for_that_is_not_there_is_a_plan_that_does_not_fit() -> Non
     max_seqs=st.integers(1, 4096),
     block_size=st.integers(1, 256),
     has_bfloat16=st.booleans(),
+    shortage=st.sampled_from(["wait", "recompute", "swap"]),
+    host_memory=st.sampled_from([None, "64MiB", "3GiB"]),
 )
 def test_whatever_is_resolved_is_complete_and_consistent(
-    available: int, arch: object, tp: int, max_seqs: int, block_size: int, has_bfloat16: bool
+    available: int,
+    arch: object,
+    tp: int,
+    max_seqs: int,
+    block_size: int,
+    has_bfloat16: bool,
+    shortage: str,
+    host_memory: str | None,
 ) -> None:
     assert isinstance(arch, type(SMOLLM2_135M))
     if not can_split(arch, tp):
         return
     features = frozenset({"avx512_bf16"} if has_bfloat16 else ())
     machine = Machine(cores=4, memory_total=available, memory_available=available, cpu_features=features)
-    asked = read_settings(
-        ["--model", "m", "--tp", str(tp), "--max-seqs", str(max_seqs), "--block-size", str(block_size)], {}, "0"
-    ).config
+    argv = ["--model", "m", "--tp", str(tp), "--max-seqs", str(max_seqs), "--block-size", str(block_size)]
+    argv += ["--kv-shortage", shortage, *(["--host-kv-memory", host_memory] if host_memory else [])]
+    asked = read_settings(argv, {}, "0").config
     resolved = resolve(asked, arch, machine)
     config, plan = resolved.config, resolved.plan
     assert config.model.max_model_len is not None
@@ -149,11 +222,17 @@ def test_whatever_is_resolved_is_complete_and_consistent(
     assert config.worker.deterministic is True
     assert plan.num_blocks >= 1
     assert plan.fits == (plan.total <= available)
-    # The KV cache alone never makes the plan too large: it is what is left, unless that is useless.
+    assert config.worker.host_kv_memory is not None
+    assert (plan.num_host_blocks > 0) == (shortage == "swap" or host_memory is not None)
+    # The KV cache alone never makes the plan too large: it is what is left, unless that is useless. A host tier not
+    # asked for takes half of what is then left, but at least one block.
+    one_block = tp * plan.block_bytes
+    chosen_host = tp * plan.host_kv if host_memory is None else 0
     useful = min(512, arch.max_position) * plan.kv_bytes_per_token * tp
-    without_kv = plan.total - tp * plan.kv
-    if without_kv + useful + tp * block_size * plan.kv_bytes_per_token <= available:
-        assert plan.fits
+    without_kv = plan.total - tp * plan.kv - chosen_host
+    if without_kv + useful + one_block <= available:
+        assert plan.total - chosen_host <= available
+    assert chosen_host <= max((available - plan.total + chosen_host) // 2, one_block)
     # Resolving what is resolved changes nothing.
     again = resolve(config, arch, machine)
     assert again.config == config

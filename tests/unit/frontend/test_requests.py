@@ -61,11 +61,35 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "ignore_eos": True,
         "skip_special_tokens": False,
         "n": 3,
+        "stop_on_loop": 4,
     }
     sent = {"stop": ["a", "b"], "stop_token_ids": [4], "logit_bias": {"3": 2}}
     wanted = SamplingParams(**fields, stop=("a", "b"), stop_token_ids=(4,), logit_bias={3: 2.0}, logprobs=2)
     assert chat(**fields, **sent, logprobs=True, top_logprobs=2).params == wanted
     assert completion(**fields, **sent, logprobs=2).params == wanted
+
+
+def test_every_scheduling_field_reaches_the_engine() -> None:
+    fields = {"priority": -7, "ttft_target_ms": 250.5, "cache_pin_seconds": 60}
+    for job in (chat(**fields, cache_salt="s"), completion(**fields, cache_salt="s")):
+        assert job.options == fields
+        assert job.cache_salt == "s"
+    assert chat().options == {"priority": 0, "ttft_target_ms": None, "cache_pin_seconds": 0.0}
+    assert chat().cache_salt == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [("priority", -1_000_000, 1_000_000), ("ttft_target_ms", 1, 3_600_000), ("cache_pin_seconds", 0, 3600)],
+)
+def test_scheduling_fields_have_bounds(name: str, low: int, high: int) -> None:
+    for call in (chat, completion):
+        for value in (low, high):
+            assert call(**{name: value}).options[name] == value  # type: ignore[literal-required]
+        for value in (low - 1, high + 1):
+            error = refused(call, **{name: value})
+            assert (error.status, error.body.param) == (400, name)
+            assert error.body.message == f"{name} must be between {low} and {high}"
 
 
 def test_small_forms() -> None:
@@ -161,6 +185,18 @@ def test_b048_echo() -> None:
         ({"stop": ""}, "stop"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": 2.5}, "temperature"),
+        ({"stop_on_loop": 1}, "stop_on_loop"),
+        ({"stop_on_loop": -1}, "stop_on_loop"),
+        ({"stop_on_loop": 1001}, "stop_on_loop"),
+        ({"stop_on_loop": 2.5}, "stop_on_loop"),
+        ({"priority": 1.5}, "priority"),
+        ({"priority": "high"}, "priority"),
+        ({"priority": 2**80}, "priority"),
+        ({"ttft_target_ms": True}, "ttft_target_ms"),
+        ({"ttft_target_ms": 0.5}, "ttft_target_ms"),
+        ({"cache_pin_seconds": -0.5}, "cache_pin_seconds"),
+        ({"cache_salt": "s" * 257}, "cache_salt"),
+        ({"cache_salt": 5}, "cache_salt"),
     ],
 )
 def test_both_kinds_refuse_by_name(fields: dict[str, Any], param: str) -> None:

@@ -96,6 +96,22 @@ def test_streamed_equals_whole(kind: type[Responder], logprobs: bool, data: st.D
             assert all(part["logprobs"] is None for part in mine)
 
 
+@pytest.mark.parametrize("stop_reason", ["repetition_loop", 'a "stop"', 7, 0])
+@pytest.mark.parametrize("kind", [ChatResponder, CompletionResponder])
+def test_the_stop_reason_is_told_where_there_is_one(kind: type[Responder], stop_reason: str | int) -> None:
+    batch: Batch = [
+        (0, delta(0, "a", logprobs=False)),
+        (0, Finished(1, 0, "stop", stop_reason, 1, 1, 0)),
+        (1, delta(1, "b", logprobs=False)),
+        (1, finished(1, "stop")),
+    ]
+    whole = json.loads(make(kind, 2).whole([batch], USAGE))["choices"]
+    streamed = [chunk["choices"][0] for chunk in events(make(kind, 2).chunks(batch))]
+    for choices in (whole, [choice for choice in streamed if choice["finish_reason"]]):
+        assert choices[0]["stop_reason"] == stop_reason
+        assert "stop_reason" not in choices[1]
+
+
 def test_text_offsets_count_characters_not_bytes() -> None:
     responder = make(CompletionResponder, 1, logprobs=True)
     pieces = [b"a", b"\xc3", b"\xa9", "日本".encode(), b"\xf0\x9f", b"\x98\x80", b"b"]

@@ -41,14 +41,19 @@ def new_row(row: int, token_ids, block_ids, *, num_prompt: int | None = None, sa
     )
 
 
-def plan(step: int, scheduled=(), *, new=(), freed=(), blocks=()) -> StepPlan:
-    """`scheduled`: (row, start, count, sample); `blocks`: (row, index, block id)."""
+def plan(step: int, scheduled=(), *, new=(), freed=(), blocks=(), outs=(), ins=()) -> StepPlan:
+    """`scheduled`: (row, start, count, sample); `blocks`: (row, index, block id).
+
+    Copies are `outs`: (block id, host block id) and `ins`: (host block id, block id).
+    """
     return StepPlan(
         step=step,
         new_rows=tuple(new),
         freed_rows=pack_ints(freed),
         new_blocks=pack_ints(value for entry in blocks for value in entry),
         scheduled=pack_ints(value for entry in scheduled for value in entry),
+        copies_out=pack_ints(value for pair in outs for value in pair),
+        copies_in=pack_ints(value for pair in ins for value in pair),
     )
 
 

@@ -13,14 +13,14 @@ from ipc.messages import FromWorker, StepResult, ToWorker, WorkerReady
 from tests.unit.gpu_workers.plans import HashModel, new_row, plan
 
 
-def run_worker(tmp_path, talk) -> tuple[int, list[FromWorker]]:
+def run_worker(tmp_path, talk, model=None) -> tuple[int, list[FromWorker]]:
     """Run the loop in a thread, with `talk(send, until, stop)` as its scheduler: exit status and what was received.
 
     `until(n)` waits for n messages.
     """
     endpoint = f"ipc://{tmp_path}/workers"
-    model = HashModel(101, 16, 4)
-    runner = Runner(model, model.kv, 16, 4, 2, 32, LocalComm())
+    model = model or HashModel(101, 16, 4)
+    runner = Runner(model, model.kv, 16, 4, 2, 32, LocalComm(), host_kv=None, num_host_blocks=4)
     stop = threading.Event()
     statuses: list[int] = []
 
@@ -92,6 +92,25 @@ def test_an_invalid_plan_ends_the_loop_with_one_clear_line(tmp_path, caplog):
     assert not any(isinstance(message, StepResult) for message in received)
     assert [record.getMessage() for record in caplog.records if record.name == "gpu_workers.step_loop"] == [
         "a plan of the scheduler is invalid: scheduled: row 0 is not in use; this rank ends"
+    ]
+
+
+def test_a_failing_copy_ends_the_loop(tmp_path, caplog):
+    def copy_blocks_out(kv, host_kv, pairs):
+        raise RuntimeError(f"no copy of {pairs.tolist()}")
+
+    async def talk(send, until, stop):
+        send(plan(0, [(0, 0, 3, 1)], new=[new_row(0, [1, 2, 3], [4])]))
+        send(plan(1, [(0, 3, 1, 1)], outs=[(7, 2)]))
+
+    model = HashModel(101, 16, 4)
+    model.backend.copy_blocks_out = copy_blocks_out
+    with caplog.at_level(logging.INFO, logger="gpu_workers"):
+        status, received = run_worker(tmp_path, talk, model)
+    assert status == 1
+    assert [message.step for message in received if isinstance(message, StepResult)] == [0]
+    assert [record.getMessage() for record in caplog.records if record.name == "gpu_workers.step_loop"] == [
+        "a step failed: RuntimeError: no copy of [[7, 2]]; this rank ends"
     ]
 
 

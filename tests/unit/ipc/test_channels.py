@@ -9,9 +9,17 @@ import pytest
 import zmq
 
 from ipc import channels
-from ipc.channels import AsyncDealer, AsyncRouter, BlockingDealer, LinkError, new_incarnation
+from ipc.channels import (
+    AsyncDealer,
+    AsyncRouter,
+    BlockingDealer,
+    LinkError,
+    StatsPublisher,
+    StatsSubscriber,
+    new_incarnation,
+)
 from ipc.codec import Decoder, encode
-from ipc.messages import Abort, Hello, ModelInfo, Outputs, ToClient, ToTokenizer, Welcome
+from ipc.messages import Abort, Hello, ModelInfo, Outputs, Stats, ToClient, ToTokenizer, Welcome
 
 WELCOME = Welcome(ModelInfo(("m",), 10, 20, 0, True))
 
@@ -217,10 +225,161 @@ def test_a_gap_on_the_connecting_side_is_an_error(tmp_path: Path) -> None:
     dealer: BlockingDealer[ToClient] = BlockingDealer(f"ipc://{tmp_path}/edge", b"a", Decoder(ToClient))
     dealer.send(Hello("x"))
     router.recv_multipart()
-    router.send_multipart((b"a", struct.pack("<QQ", 1, 0), encode(WELCOME)))
-    router.send_multipart((b"a", struct.pack("<QQ", 1, 2), encode(WELCOME)))
+    session = new_incarnation()
+    router.send_multipart((b"a", struct.pack("<QQ", session, 0), encode(WELCOME)))
+    router.send_multipart((b"a", struct.pack("<QQ", session, 2), encode(WELCOME)))
     assert dealer.recv(5.0) == WELCOME
     with pytest.raises(LinkError, match="where 1 was due"):
         dealer.recv(5.0)
     dealer.close()
     router.close(0)
+
+
+def raw_dealer(pair: Pair, identity: bytes) -> "zmq.Socket[bytes]":
+    """A peer that writes its own headers."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.set(zmq.IDENTITY, identity)
+    socket.set(zmq.LINGER, 0)
+    socket.connect(pair.endpoint)
+    return socket
+
+
+def test_late_messages_of_a_lost_session_are_dropped_and_do_not_keep_its_successor_out(tmp_path: Path) -> None:
+    async def body(pair: Pair) -> None:
+        header = struct.Struct("<QQ")
+        old = raw_dealer(pair, b"rank0")
+        for number in range(3):
+            old.send_multipart((header.pack(100, number), encode(Abort(number))))
+        await until(lambda: len(pair.heard) == 3)
+        assert pair.router.incarnation_of(b"rank0") == 100
+        old.close(0)
+        await until(lambda: pair.lost == [b"rank0"])
+        # Whatever it had sent may still come up after its loss has been noticed, from the middle of its numbers.
+        new = raw_dealer(pair, b"rank0")
+        new.send_multipart((header.pack(100, 3), encode(Abort(3))))
+        new.send_multipart((header.pack(200, 0), encode(Hello("new"))))
+        await until(lambda: len(pair.heard) == 4)
+        assert pair.heard[3] == (b"rank0", Hello("new"))
+        assert pair.lost == [b"rank0"]
+        new.close(0)
+
+    run(tmp_path, body)
+
+
+def test_a_loss_is_reported_before_the_first_message_of_the_successor(tmp_path: Path) -> None:
+    async def body(pair: Pair) -> None:
+        order: list[object] = pair.lost
+        pair.router._on_message = lambda peer, message: order.append(message)
+        header = struct.Struct("<QQ")
+        old = raw_dealer(pair, b"rank0")
+        old.send_multipart((header.pack(100, 0), encode(Hello("old"))))
+        await until(lambda: len(order) == 1)
+        # The old connection still stands when the successor takes its name over.
+        new = raw_dealer(pair, b"rank0")
+        new.send_multipart((header.pack(200, 0), encode(Hello("new"))))
+        await until(lambda: len(order) == 3)
+        assert order == [Hello("old"), b"rank0", Hello("new")]
+        old.close(0)
+        new.close(0)
+
+    run(tmp_path, body)
+
+
+def test_a_peer_that_was_cut_off_is_heard_again_in_a_new_session_only(tmp_path: Path) -> None:
+    async def body(pair: Pair) -> None:
+        header = struct.Struct("<QQ")
+        socket = raw_dealer(pair, b"tok0")
+        socket.send_multipart((header.pack(100, 0), encode(Hello("x"))))
+        socket.send_multipart((header.pack(100, 5), encode(Abort(5))))
+        socket.send_multipart((header.pack(100, 6), encode(Abort(6))))
+        socket.send_multipart((header.pack(101, 0), encode(Abort(7))))
+        await until(lambda: len(pair.heard) == 2)
+        assert [message for _, message in pair.heard] == [Hello("x"), Abort(7)]
+        assert pair.lost == [b"tok0"]
+        socket.close(0)
+
+    run(tmp_path, body)
+
+
+def test_what_was_meant_for_a_predecessor_is_not_taken(tmp_path: Path) -> None:
+    """A router that has not yet noticed a loss may send the next plan to the rank that took the name over."""
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router.bind(f"ipc://{tmp_path}/edge")
+    began = new_incarnation()
+    dealer: BlockingDealer[ToClient] = BlockingDealer(f"ipc://{tmp_path}/edge", b"a", Decoder(ToClient), began)
+    dealer.send(Hello("x"))
+    router.recv_multipart()
+    router.send_multipart((b"a", struct.pack("<QQ", began - 1, 7), encode(Outputs(()))))
+    router.send_multipart((b"a", struct.pack("<QQ", began + 1, 0), encode(WELCOME)))
+    assert dealer.recv(5.0) == WELCOME
+    dealer.close()
+    router.close(0)
+
+
+def test_a_routers_session_is_later_than_its_peers_even_when_the_clock_was_set_back(tmp_path: Path) -> None:
+    async def body(pair: Pair) -> None:
+        future = new_incarnation() + 10**15
+        dealer: BlockingDealer[ToClient] = BlockingDealer(pair.endpoint, b"rank0", Decoder(ToClient), future)
+        await asyncio.to_thread(dealer.send, Hello("x"))
+        await until(lambda: bool(pair.heard))
+        assert pair.router.send(b"rank0", WELCOME)
+        assert await asyncio.to_thread(dealer.recv, 5.0) == WELCOME
+        dealer.close()
+
+    run(tmp_path, body)
+
+
+def test_a_strict_router_does_not_go_on_without_a_peer_it_cannot_trust(tmp_path: Path) -> None:
+    async def main() -> None:
+        failed: list[BaseException | None] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: failed.append(context.get("exception")))
+        router: AsyncRouter[ToTokenizer] = AsyncRouter(
+            f"ipc://{tmp_path}/edge",
+            Decoder(ToTokenizer),
+            1,
+            lambda peer, message: None,
+            lambda peer: None,
+            strict=True,
+        )
+        router.start()
+        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket.set(zmq.IDENTITY, b"rank0")
+        socket.connect(f"ipc://{tmp_path}/edge")
+        socket.send_multipart((struct.pack("<QQ", 5, 1), encode(Abort(0))))
+        await until(lambda: bool(failed))
+        assert isinstance(failed[0], LinkError)
+        assert "rank0" in str(failed[0])
+        socket.close(0)
+        router.close()
+
+    asyncio.run(main())
+
+
+def test_a_stats_subscriber_hears_of_the_loss_after_the_last_counters_and_finds_the_successor(tmp_path: Path) -> None:
+    def counters(step: int) -> Stats:
+        required = Stats.__struct_fields__[: -len(Stats.__struct_defaults__)]
+        return Stats(**(dict.fromkeys(required, 0) | {"step": step}))
+
+    async def main() -> None:
+        events: list[object] = []
+        subscriber = StatsSubscriber(
+            f"ipc://{tmp_path}/stats", lambda stats: events.append(stats.step), lambda: events.append("lost")
+        )
+        subscriber.start()
+        for first in (1, 100):
+            publisher = StatsPublisher(f"ipc://{tmp_path}/stats")
+            step = first
+            async with asyncio.timeout(10):
+                while not any(isinstance(event, int) and event >= first for event in events):
+                    publisher.send(counters(step))
+                    step += 1
+                    await asyncio.sleep(0.01)
+            publisher.send(counters(step))
+            await asyncio.sleep(0)
+            publisher.close()
+            await until(lambda count=1 + (first == 100): events.count("lost") == count)
+            assert events[-1] == "lost"
+        subscriber.close()
+
+    asyncio.run(main())

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,12 +35,15 @@ class FakeTokenizer:
 
     def __init__(self, endpoint: str) -> None:
         self.aborted: list[int] = []
+        self.asked: list[Generate] = []
         self.router: AsyncRouter[ToTokenizer] = AsyncRouter(
             endpoint, Decoder(ToTokenizer), new_incarnation(), self.on_message, lambda peer: None
         )
         self.router.start()
 
     def on_message(self, peer: bytes, message: ToTokenizer) -> None:
+        if isinstance(message, Generate):
+            self.asked.append(message)
         match message:
             case Hello():
                 self.router.send(peer, Welcome(MODEL))
@@ -70,6 +74,84 @@ def test_a_stream_yields_its_deltas_and_ends(endpoint: str) -> None:
         assert [item.text for item in items if isinstance(item, Delta) and item.index == 1] == ["a", "b", "c"]
         assert [item.index for item in items if isinstance(item, Finished)] == [0, 1]
         assert client.live_requests == 0
+        await client.close()
+        tokenizer.router.close()
+
+    asyncio.run(main())
+
+
+OPTIONS: dict[str, Any] = {
+    "external_id": "trace-1",
+    "namespace": "ns",
+    "tenant": "team",
+    "priority": -3,
+    "ttft_target_ms": 250,
+    "cache_pin_seconds": 1.5,
+}
+
+
+def test_options_reach_the_engine(endpoint: str) -> None:
+    async def main() -> None:
+        tokenizer = FakeTokenizer(endpoint)
+        client = AsyncClient([endpoint])
+        await client.connect(5)
+        for options in (OPTIONS, {}):
+            _ = [batch async for batch in client.generate(TextPrompt("a"), SamplingParams(stop_on_loop=3), **options)]
+        first, second = tokenizer.asked
+        assert {name: getattr(first, name) for name in OPTIONS} == OPTIONS
+        assert first.params.stop_on_loop == 3
+        assert second == Generate(second.request_id, TextPrompt("a"), SamplingParams(stop_on_loop=3))
+        await client.close()
+        tokenizer.router.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("params", "options", "param"),
+    [
+        ({}, {"priority": 1_000_001}, "priority"),
+        ({}, {"priority": "high"}, "priority"),
+        ({}, {"ttft_target_ms": float("nan")}, "ttft_target_ms"),
+        ({}, {"ttft_target_ms": 0}, "ttft_target_ms"),
+        ({}, {"cache_pin_seconds": 3601}, "cache_pin_seconds"),
+        ({}, {"namespace": "n" * 129}, "namespace"),
+        ({}, {"namespace": None}, "namespace"),
+        ({"stop_on_loop": 1}, {}, "stop_on_loop"),
+        ({"stop_on_loop": 10**30}, {}, "stop_on_loop"),
+        ({"temperature": "1"}, {}, "temperature"),
+    ],
+    ids=str,
+)
+def test_a_value_out_of_bounds_fails_its_request_and_leaves_the_connection(
+    endpoint: str, params: dict[str, Any], options: dict[str, Any], param: str
+) -> None:
+    async def main() -> None:
+        tokenizer = FakeTokenizer(endpoint)
+        client = AsyncClient([endpoint])
+        await client.connect(5)
+        running = client.generate(TextPrompt("hang"), SamplingParams())
+        with pytest.raises(RequestFailed, match=param) as caught:
+            _ = [batch async for batch in client.generate(TextPrompt("a"), SamplingParams(**params), **options)]
+        failed = caught.value.failed
+        assert (failed.status, failed.type, failed.param) == (400, "invalid_request_error", param)
+        assert len([batch async for batch in client.generate(TextPrompt("a"), SamplingParams())]) >= 1
+        assert [request.prompt for request in tokenizer.asked] == [TextPrompt("hang"), TextPrompt("a")]
+        assert not running.done
+        assert client.live_requests == 1
+        await client.close()
+        tokenizer.router.close()
+
+    asyncio.run(main())
+
+
+def test_an_unknown_option_is_a_type_error(endpoint: str) -> None:
+    async def main() -> None:
+        tokenizer = FakeTokenizer(endpoint)
+        client = AsyncClient([endpoint])
+        await client.connect(5)
+        with pytest.raises(TypeError, match="urgency"):
+            client.generate(TextPrompt("a"), SamplingParams(), urgency=1)  # type: ignore[call-arg]
         await client.close()
         tokenizer.router.close()
 
@@ -171,6 +253,10 @@ def test_the_blocking_client_does_the_same(endpoint: str, served: Callable[[], F
         assert client.model == MODEL
         answers = client.generate(TextPrompt("x y"), SamplingParams(n=2))
         assert [(text, end.completion_tokens) for text, end in answers] == [("xy", 2), ("xy", 2)]
+        client.generate(TextPrompt("x"), SamplingParams(), **OPTIONS)
+        assert {name: getattr(served().asked[-1], name) for name in OPTIONS} == OPTIONS
+        with pytest.raises(RequestFailed, match="priority must be between"):
+            client.generate(TextPrompt("x"), SamplingParams(), priority=-1_000_001)
         with pytest.raises(RequestFailed, match="prompt: no"):
             client.generate(TextPrompt("fail"), SamplingParams())
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipc.codec import pack_ints
-from ipc.messages import ChatMessage, ChatPrompt, ModelInfo, SamplingParams, TextPrompt, TokenPrompt
-from ipc.validation import InvalidRequest, validate
+from ipc.messages import ChatMessage, ChatPrompt, Generate, ModelInfo, SamplingParams, TextPrompt, TokenPrompt
+from ipc.validation import InvalidRequest, validate, validate_generate, validate_options
 
 MODEL = ModelInfo(names=("m",), max_model_len=100, vocab_size=50, created=0, has_chat_template=True)
 PROMPT = TextPrompt("hello")
@@ -41,6 +41,9 @@ ACCEPTED: list[dict[str, Any]] = [
     {"min_tokens": 99},
     {"seed": 2**63 - 1},
     {"seed": -(2**63)},
+    {"stop_on_loop": 0},
+    {"stop_on_loop": 2},
+    {"stop_on_loop": 1000},
 ]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -88,6 +91,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": 100}, "min_tokens"),
     ({"seed": 2**63}, "seed"),
     ({"seed": 1.5}, "seed"),
+    ({"stop_on_loop": -1}, "stop_on_loop"),
+    ({"stop_on_loop": 1}, "stop_on_loop"),
+    ({"stop_on_loop": 1001}, "stop_on_loop"),
+    ({"stop_on_loop": 10**30}, "stop_on_loop"),
+    ({"stop_on_loop": 2.0}, "stop_on_loop"),
+    ({"stop_on_loop": True}, "stop_on_loop"),
 ]
 
 
@@ -101,6 +110,63 @@ def test_values_beyond_the_edge_are_refused_by_name(fields: dict[str, Any], para
     with pytest.raises(InvalidRequest, match=param) as caught:
         validate(PROMPT, SamplingParams(**fields), MODEL)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"priority": -1_000_000},
+        {"priority": 1_000_000},
+        {"ttft_target_ms": None},
+        {"ttft_target_ms": 1},
+        {"ttft_target_ms": 3_600_000.0},
+        {"cache_pin_seconds": 0},
+        {"cache_pin_seconds": 3600},
+        {"namespace": "é" * 128, "tenant": "t" * 128, "external_id": "x" * 128},
+    ],
+    ids=str,
+)
+def test_options_at_the_edge_are_accepted(options: dict[str, Any]) -> None:
+    validate_options(**options)
+    validate_generate(Generate(1, PROMPT, SamplingParams(), **options), MODEL)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limit"),
+    [
+        ("priority", -1_000_001, "1000000"),
+        ("priority", 1_000_001, "1000000"),
+        ("priority", 10**30, "1000000"),
+        ("priority", 1.0, "integer"),
+        ("priority", False, "integer"),
+        ("priority", None, "integer"),
+        ("ttft_target_ms", 0.99, "between 1 and 3600000"),
+        ("ttft_target_ms", 3_600_001, "between 1 and 3600000"),
+        ("ttft_target_ms", math.nan, "between 1 and 3600000"),
+        ("ttft_target_ms", math.inf, "between 1 and 3600000"),
+        ("ttft_target_ms", "5", "number"),
+        ("cache_pin_seconds", -0.001, "3600"),
+        ("cache_pin_seconds", 3600.5, "3600"),
+        ("cache_pin_seconds", math.nan, "3600"),
+        ("cache_pin_seconds", None, "number"),
+        ("namespace", "n" * 129, "128"),
+        ("namespace", b"n", "string"),
+        ("namespace", "\ud83d", "surrogate"),
+        ("tenant", "t" * 129, "128"),
+        ("external_id", "x" * 129, "128"),
+    ],
+    ids=lambda value: ascii(value)[:24],
+)
+def test_options_beyond_the_edge_are_refused_by_name_and_limit(name: str, value: Any, limit: str) -> None:
+    options: dict[str, Any] = {name: value}
+    request = Generate(1, PROMPT, SamplingParams(), **options)
+    for check in (lambda: validate_options(**options), lambda: validate_generate(request, MODEL)):
+        with pytest.raises(InvalidRequest) as caught:
+            check()
+        assert caught.value.param == name
+        assert name in caught.value.message
+        assert limit in caught.value.message
 
 
 @pytest.mark.parametrize("ids", [[-1], [50], [51], [2**31 - 1], [-(2**31)], [1, 2, 50], []], ids=str)

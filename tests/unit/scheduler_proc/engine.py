@@ -1,12 +1,31 @@
 """The core and a fake worker with a clock in between, driven step by step by the tests."""
 
 from collections import deque
+from typing import Any
+
+import msgspec
 
 from config.schema import SchedulerConfig
 from ipc.codec import pack_ints, unpack_ints
 from ipc.messages import Failed, RowOutput, SamplingSpec, StepPlan, Submit
+from scheduler_proc.batching import Batching
 from scheduler_proc.core import SchedulerCore
-from scheduler_proc.events import Aborted, Arrived, Command, EngineLost, Event, PeerLost, SendPlan, StepDone, Stopped
+from scheduler_proc.cost_model import CostModel
+from scheduler_proc.events import (
+    Aborted,
+    Arrived,
+    Command,
+    EngineFailed,
+    EngineLost,
+    EngineReady,
+    Event,
+    PeerLost,
+    SendPlan,
+    StepDone,
+    Stopped,
+    Tick,
+    WakeAt,
+)
 from scheduler_proc.invariants import violations
 from tests.unit.scheduler_proc.fake_worker import VOCABULARY, FakeWorker, continuation
 
@@ -25,22 +44,32 @@ class Engine:
         max_seqs: int = 8,
         max_step_tokens: int = 32,
         prefill_chunk: int | None = None,
-        prefix_cache: bool = True,
         max_model_len: int = 1024,
-        max_queue_requests: int = 1000,
-        max_queue_tokens: int = 1 << 20,
+        num_host_blocks: int = 0,
+        batching: Batching = "continuous",
+        cost_model: CostModel | None = None,
+        **settings: Any,
     ) -> None:
         config = SchedulerConfig(
             max_seqs=max_seqs,
             max_step_tokens=max_step_tokens,
             prefill_chunk=prefill_chunk or max_step_tokens,
             block_size=block_size,
-            prefix_cache=prefix_cache,
-            max_queue_requests=max_queue_requests,
-            max_queue_tokens=max_queue_tokens,
+            **settings,
         )
-        self.core = SchedulerCore(config, num_blocks=num_blocks, max_model_len=max_model_len, vocab_size=VOCABULARY)
-        self.worker = FakeWorker(num_blocks, block_size, max_seqs)
+        self.core = SchedulerCore(
+            config,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            vocab_size=VOCABULARY,
+            num_host_blocks=num_host_blocks,
+            batching=batching,
+            cost_model=cost_model,
+        )
+        self.new_worker = lambda: FakeWorker(num_blocks, block_size, max_seqs, num_host_blocks)
+        self.worker = self.new_worker()
+        self.seconds = lambda plan: 0.01  # how long a step takes
+        self.wake_at: float | None = None
         self.plans: deque[StepPlan] = deque()
         self.sent: list[StepPlan] = []
         self.time = 0.0
@@ -50,8 +79,10 @@ class Engine:
         self.cached: dict[int, int] = {}
         self.failures: dict[int, Failed] = {}
         self.silenced: set[int] = set()  # aborted or stopped from outside: nothing may come for them any more
+        self.handle(EngineReady(0.0))
 
     def handle(self, event: Event) -> None:
+        self.wake_at = None
         for command in self.core.handle(event):
             self._carry_out(command)
         found = violations(self.core)
@@ -63,10 +94,17 @@ class Engine:
             self.plans.append(command.plan)
             self.sent.append(command.plan)
             return
+        if isinstance(command, WakeAt):
+            self.wake_at = command.time
+            return
         assert command.peer == PEER
-        for row in command.rows:
-            assert row.request_id not in self.silenced
-            assert row.request_id not in self.ends, "nothing may follow the end of a request"
+        plain_tokens = unpack_ints(command.outputs.plain_tokens)
+        plain_ids = memoryview(command.outputs.plain_ids).cast("q")
+        for request_id, token in zip(plain_ids, plain_tokens, strict=True):
+            self._check_live(request_id)
+            self.outputs.setdefault(request_id, []).append(token)
+        for row in command.outputs.rows:
+            self._check_live(row.request_id)
             if isinstance(row, Failed):
                 self.failures[row.request_id] = row
                 self.ends[row.request_id] = "failed"
@@ -77,6 +115,10 @@ class Engine:
             if row.finish is not None:
                 self.ends[row.request_id] = row.finish
 
+    def _check_live(self, request_id: int) -> None:
+        assert request_id not in self.silenced
+        assert request_id not in self.ends, "nothing may follow the end of a request"
+
     def submit(
         self,
         request_id: int,
@@ -85,18 +127,28 @@ class Engine:
         stops: tuple[int, ...] = (0,),
         min_tokens: int = 0,
         namespace: str = "",
+        **fields: Any,
     ) -> None:
         self.time += 0.001
         self.submitted[request_id] = (prompt, max_tokens, frozenset(stops), min_tokens)
-        submit = Submit(request_id, pack_ints(prompt), max_tokens, min_tokens, pack_ints(stops), GREEDY, namespace)
+        submit = Submit(
+            request_id, pack_ints(prompt), max_tokens, min_tokens, pack_ints(stops), GREEDY, namespace, **fields
+        )
         self.handle(Arrived(self.time, PEER, submit))
 
     def step(self) -> bool:
-        """Let the device finish its oldest step; False when it has none."""
+        """The device finishes its oldest step, or an idle engine waits as it asked; False when it has nothing to do."""
         if not self.plans:
-            return False
-        self.time += 0.01
-        self.handle(StepDone(self.time, self.worker.execute(self.plans.popleft())))
+            if self.wake_at is None:
+                return False
+            self.time = max(self.time, self.wake_at)
+            self.handle(Tick(self.time))
+            return True
+        plan = self.plans.popleft()
+        seconds = self.seconds(plan)
+        self.time += seconds
+        result = self.worker.execute(plan)
+        self.handle(StepDone(self.time, msgspec.structs.replace(result, forward_us=int(seconds * 1e6))))
         return True
 
     def abort(self, request_id: int) -> None:
@@ -114,8 +166,19 @@ class Engine:
         self.handle(PeerLost(self.time, PEER))
 
     def lose_engine(self) -> None:
+        """The worker dies, with everything it knew; what it had been sent is lost with it."""
+        step = self.worker.next_step + len(self.plans)
         self.plans.clear()
-        self.handle(EngineLost(self.time, "rank0 is gone"))
+        self.worker = self.new_worker()
+        self.worker.next_step = step
+        self.handle(EngineLost(self.time))
+
+    def recover(self) -> None:
+        self.handle(EngineReady(self.time))
+
+    def fail(self) -> None:
+        self.plans.clear()
+        self.handle(EngineFailed(self.time, "rank0 is gone"))
 
     def run_to_idle(self, max_steps: int = 100_000) -> None:
         for _ in range(max_steps):
@@ -131,9 +194,11 @@ class Engine:
         assert set(self.ends) | self.silenced == set(self.submitted)
         kv = self.core.kv
         assert kv.num_private == 0
-        assert kv.pool.num_in_transit == 0
-        assert kv.tree.num_locked_blocks == 0
-        assert kv.pool.num_free + kv.tree.num_blocks == kv.pool.total
+        assert kv.num_promised == 0
+        assert not kv.pins.nodes() or kv.tree.num_locked_blocks
+        assert kv.pins.nodes() or kv.tree.num_locked_blocks == 0
+        assert kv.pool.num_free + kv.tree.num_blocks + kv.pool.num_in_transit == kv.pool.total
+        assert kv.host.num_free + kv.tree.num_host_blocks + kv.host.num_in_transit == kv.host.total
         for request_id, (prompt, max_tokens, stops, min_tokens) in self.submitted.items():
             expected = continuation(prompt, max_tokens, stops, min_tokens)
             got = self.outputs.get(request_id, [])

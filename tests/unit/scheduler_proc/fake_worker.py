@@ -39,12 +39,17 @@ def continuation(prompt: list[int], max_tokens: int, stops: frozenset[int], min_
 
 
 class FakeWorker:
-    """Executes plans in order against a pool of `num_blocks` blocks."""
+    """Executes plans in order against a pool of `num_blocks` blocks and a host pool.
 
-    def __init__(self, num_blocks: int, block_size: int, max_seqs: int) -> None:
+    The copies of a plan may run at any time during its forward: here before it in even steps, after it in odd ones.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, max_seqs: int, num_host_blocks: int = 0) -> None:
         self.block_size = block_size
         self.pool: dict[int, bytes] = {}  # slot -> digest
+        self.host: dict[int, bytes] = {}
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         self.max_seqs = max_seqs
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
@@ -65,6 +70,9 @@ class FakeWorker:
         for row, index, block in zip(grown[::3], grown[1::3], grown[2::3], strict=True):
             assert index == len(self.tables[row])
             self.tables[row].append(block)
+        copying = self._check_copies(plan)
+        if plan.step % 2 == 0:
+            self._copy(plan)
         columns = unpack_ints(plan.scheduled)
         seen: set[int] = set()
         written: set[int] = set()
@@ -75,6 +83,7 @@ class FakeWorker:
             seen.add(row)
             assert count > 0
             total += count
+            assert copying.isdisjoint(self.tables[row][: -(-(start + count) // self.block_size)])
             digest = self._check_prefix(row, start)
             tokens = self.tokens[row]
             for position in range(start, start + count):
@@ -88,8 +97,29 @@ class FakeWorker:
                 token = next_token(digest)
                 tokens.append(token)
                 sampled.append(token)
+        if plan.step % 2:
+            self._copy(plan)
         self.max_tokens_seen = max(self.max_tokens_seen, total)
         return StepResult(plan.step, sampled.tobytes())
+
+    def _check_copies(self, plan: StepPlan) -> set[int]:
+        """The KV blocks that the plan copies; each block, here and on the host, takes part in one copy at most."""
+        out, back = unpack_ints(plan.copies_out), unpack_ints(plan.copies_in)
+        device, host = [*out[::2], *back[1::2]], [*out[1::2], *back[::2]]
+        assert len(set(device)) == len(device)
+        assert len(set(host)) == len(host)
+        assert all(0 <= block < self.num_blocks for block in device)
+        assert all(0 <= block < self.num_host_blocks for block in host)
+        return set(device)
+
+    def _copy(self, plan: StepPlan) -> None:
+        out, back = unpack_ints(plan.copies_out), unpack_ints(plan.copies_in)
+        for block, host in zip(out[::2], out[1::2], strict=True):
+            for offset in range(self.block_size):
+                self.host[host * self.block_size + offset] = self.pool[block * self.block_size + offset]
+        for host, block in zip(back[::2], back[1::2], strict=True):
+            for offset in range(self.block_size):
+                self.pool[block * self.block_size + offset] = self.host[host * self.block_size + offset]
 
     def _slot(self, row: int, position: int) -> int:
         block = self.tables[row][position // self.block_size]

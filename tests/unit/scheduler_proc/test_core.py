@@ -40,10 +40,11 @@ def test_long_prompts_are_computed_in_chunks_that_keep_to_the_budget() -> None:
     engine.submit(1, list(range(1, 21)), 2, stops=())
     engine.run_to_idle()
     assert [scheduled_rows(plan)[0][1:] for plan in engine.sent] == [
-        (0, 6, 0),
-        (6, 6, 0),
-        (12, 6, 0),
-        (18, 2, 1),
+        (0, 4, 0),  # 6 would end within a block
+        (4, 4, 0),
+        (8, 4, 0),
+        (12, 4, 0),
+        (16, 4, 1),
         (20, 1, 1),
     ]
     assert engine.worker.max_tokens_seen <= 8
@@ -177,7 +178,7 @@ def test_queue_bounds_refuse_with_a_time_to_retry() -> None:
         engine.submit(request_id, [1] * 10, 3, stops=())
     assert sorted(engine.failures) == [3]
     engine.run_to_idle()
-    assert engine.core._queued_tokens == 0
+    assert engine.core.checks.queued_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_a_live_request_id_cannot_be_used_twice() -> None:
     engine = Engine()
     engine.submit(1, [1, 2], 5, stops=())
     refusal = engine.core.handle(Arrived(0.0, PEER, Submit(1, pack_ints([1]), 1, 0, b"", GREEDY)))
-    assert refusal[0].rows[0].param == "request_id"
+    assert refusal[0].outputs.rows[0].param == "request_id"
 
 
 def test_a_lost_peer_takes_its_requests_along() -> None:
@@ -207,12 +208,14 @@ def test_a_lost_peer_takes_its_requests_along() -> None:
     engine.run_to_idle()
 
 
-def test_a_lost_engine_ends_every_request_once_and_refuses_new_ones() -> None:
+def test_an_engine_given_up_ends_every_request_once_and_refuses_new_ones() -> None:
     engine = Engine(max_seqs=2)
     for request_id in range(5):
         engine.submit(request_id, [request_id + 1, 2, 3], 50, stops=())
     engine.step()
     engine.lose_engine()
+    assert not engine.failures
+    engine.fail()
     assert sorted(engine.failures) == [0, 1, 2, 3, 4]
     engine.submit(9, [1], 1)
     assert engine.failures[9].status == 503
@@ -262,3 +265,221 @@ def test_a_stuck_request_is_named_as_its_client_names_it() -> None:
     engine.core.handle(Arrived(1.0, PEER, Submit(7, pack_ints([1]), 9, 0, b"", GREEDY, external_id="mine")))
     stats = engine.core.stats(3.5, 0.0)
     assert (stats.stuck_request, stats.oldest_request_seconds) == ("mine", 2.5)
+
+
+def test_a_lost_engine_is_waited_for_and_every_request_goes_on() -> None:
+    engine = Engine(max_seqs=4)
+    for request_id in range(6):
+        engine.submit(request_id, [request_id + 1, 2, 3], 30, stops=())
+    for _ in range(7):
+        engine.step()
+    engine.lose_engine()
+    assert not engine.plans
+    engine.submit(9, [5, 6], 3, stops=())  # taken meanwhile
+    assert not engine.step()
+    engine.recover()
+    engine.run_to_idle()  # which compares every token
+    assert engine.core.counters.recoveries == 1
+    assert engine.core.planner.recomputed_tokens > 0
+    assert not engine.failures
+
+
+def test_simultaneous_requests_with_one_prompt_compute_it_once() -> None:
+    engine = Engine(num_blocks=600, max_seqs=16, max_step_tokens=64)
+    prompt = [1 + i * i % 40 for i in range(400)]
+    for request_id in range(8):
+        engine.submit(request_id, prompt, 3, stops=())
+    engine.run_to_idle()
+    computed = sum(count for plan in engine.sent for _, _, count, _ in scheduled_rows(plan))
+    tails = 8 * (4 + 3)  # each computes its last block and its outputs
+    assert computed <= 400 + tails
+    assert sum(engine.cached.values()) >= 7 * 396
+
+
+def test_requests_that_share_a_prefix_compute_it_once_and_their_own_parts_each() -> None:
+    engine = Engine(num_blocks=600, max_seqs=16, max_step_tokens=32)
+    prefix = [1 + i * i % 40 for i in range(200)]
+    for request_id in range(5):
+        engine.submit(request_id, prefix + [request_id + 1] * 40, 2, stops=())
+    engine.run_to_idle()
+    computed = sum(count for plan in engine.sent for _, _, count, _ in scheduled_rows(plan))
+    assert computed <= 200 + 5 * (40 + 2)
+
+
+@pytest.mark.parametrize("shortage", ["wait", "recompute", "swap"])
+def test_each_answer_to_a_shortage_gives_every_request_its_tokens(shortage: str) -> None:
+    """64 long requests where 10 fit."""
+    engine = Engine(
+        num_blocks=10 * 20,
+        num_host_blocks=400 if shortage == "swap" else 0,
+        block_size=4,
+        max_seqs=64,
+        max_step_tokens=128,
+        kv_shortage=shortage,
+    )
+    for request_id in range(64):
+        engine.submit(request_id, [request_id % 40 + 1, request_id // 40, 3, 4] * 5, 60, stops=())
+    engine.run_to_idle()
+    assert all(len(engine.outputs[request_id]) == 60 for request_id in range(64))
+    stats = engine.core.stats(0.0, 0.0)
+    assert (stats.preemptions > 0) == (shortage != "wait")
+    assert (stats.swapped_in_blocks > 0) == (shortage == "swap")
+    if shortage == "swap":
+        assert stats.recomputed_tokens <= stats.preemptions * (4 + 1), "only what fills no block"
+
+
+def test_evicted_prefixes_come_back_from_the_host_tier() -> None:
+    engine = Engine(num_blocks=20, num_host_blocks=40, block_size=4, max_step_tokens=64)
+    first = [1 + i * i % 40 for i in range(41)]
+    engine.submit(1, first, 1, stops=())
+    engine.run_to_idle()
+    engine.submit(2, [i % 7 + 1 for i in range(60)], 2, stops=())  # takes the whole pool
+    engine.run_to_idle()
+    engine.submit(3, first, 1, stops=())
+    engine.run_to_idle()
+    assert engine.cached[3] == 40
+    assert engine.core.stats(0.0, 0.0).swapped_in_blocks > 0
+
+
+def test_a_pinned_prefix_outlives_pressure_until_it_expires() -> None:
+    engine = Engine(num_blocks=40, block_size=4, pinned_share=0.5, max_step_tokens=64)
+    prompt = [1 + i * i % 40 for i in range(33)]
+    engine.submit(1, prompt, 1, stops=(), cache_pin_seconds=10.0)
+    engine.run_to_idle()
+    for request_id in range(2, 12):
+        engine.submit(request_id, [request_id] * 90, 2, stops=())
+        engine.run_to_idle()
+    engine.submit(20, prompt, 1, stops=())
+    engine.run_to_idle()
+    assert engine.cached[20] == 32
+    engine.time += 11.0
+    for request_id in range(22, 32):
+        engine.submit(request_id, [request_id - 10] * 90, 2, stops=())
+        engine.run_to_idle()
+    engine.submit(40, prompt, 1, stops=())
+    engine.run_to_idle()
+    assert engine.cached[40] == 0
+    assert engine.core.kv.pins.num_blocks == 0
+
+
+def test_pins_give_way_to_a_request_that_needs_the_whole_pool() -> None:
+    engine = Engine(num_blocks=20, block_size=4, pinned_share=0.9, max_step_tokens=64)
+    engine.submit(1, [1 + i * i % 40 for i in range(40)], 1, stops=(), cache_pin_seconds=1000.0)
+    engine.run_to_idle()
+    engine.submit(2, [2] * 60, 20, stops=())
+    engine.run_to_idle()
+    assert len(engine.outputs[2]) == 20
+
+
+def test_long_prompts_leave_half_of_each_step_to_short_ones() -> None:
+    engine = Engine(num_blocks=2000, max_step_tokens=64, long_prompt_tokens=100, max_long_prefills=1, max_seqs=16)
+    for request_id in range(3):
+        engine.submit(request_id, [request_id + 1] * 700, 2, stops=())
+    for request_id in range(10, 14):
+        engine.submit(request_id, [request_id] * 60, 2, stops=())
+    while not all(request_id in engine.ends for request_id in range(10, 14)):
+        longs = [request for request in engine.core.planner.prefilling if request.is_long]
+        assert len(longs) <= 1
+        engine.step()
+    assert not any(request_id in engine.ends for request_id in range(3)), "the short ones were not behind the long ones"
+    engine.run_to_idle()
+
+
+def test_prefill_first_holds_decodes_back_and_decode_first_holds_prompts_back() -> None:
+    for prefer in ("prefill", "decode"):
+        engine = Engine(prefer=prefer, max_step_tokens=8, max_seqs=8)
+        engine.submit(1, [1, 2, 3], 12, stops=())
+        engine.step()
+        engine.submit(2, list(range(1, 31)), 2, stops=())
+        engine.run_to_idle()
+        for plan in engine.sent:
+            counts = [(start, count) for _, start, count, _ in scheduled_rows(plan)]
+            prompts = [start for start, count in counts if count > 1 or start == 0]
+            assert not prompts or len(prompts) == len(counts), "a step has prompts alone or decodes alone"
+        first = {1: None, 2: None}
+        for index, plan in enumerate(engine.sent):
+            for row, start, _, sample in scheduled_rows(plan):
+                if sample and start > 3 and row == 1 and first[2] is None:
+                    first[2] = index
+                if sample and start == 3 + 10 and row == 0 and first[1] is None:
+                    first[1] = index  # its 12th token
+        assert first[2] is not None
+        assert first[1] is not None
+        assert (first[2] < first[1]) == (prefer == "prefill")
+
+
+def test_an_idle_engine_waits_for_a_batch_to_fill() -> None:
+    engine = Engine(batch_wait_ms=100.0, max_seqs=4)
+    engine.submit(1, [1, 2], 2, stops=())
+    assert not engine.plans
+    assert engine.wake_at == pytest.approx(engine.time + 0.1)
+    engine.submit(2, [1, 2], 2, stops=())
+    engine.step()  # the time is up
+    assert {row for row, *_ in scheduled_rows(engine.plans[0])} == {0, 1}
+    engine.run_to_idle()
+    for request_id in range(10, 14):
+        engine.submit(request_id, [request_id] * 2, 2, stops=())
+    assert len(scheduled_rows(engine.plans[0])) == 4, "a full batch does not wait"
+    engine.run_to_idle()
+
+
+def test_nobody_joins_a_running_batch_of_the_dynamic_kind() -> None:
+    engine = Engine(batching="dynamic", max_seqs=4)
+    engine.submit(1, [1, 2], 10, stops=())
+    engine.submit(2, [3, 2], 3, stops=())
+    engine.run_to_idle()
+    assert all(len(scheduled_rows(plan)) == 1 for plan in engine.sent)
+
+
+def test_chunks_shrink_so_that_streams_keep_their_pace() -> None:
+    def seconds(plan) -> float:
+        tokens = sum(count for _, _, count, _ in scheduled_rows(plan))
+        return 0.02 + 0.001 * tokens
+
+    engine = Engine(num_blocks=3000, max_step_tokens=512, max_itl_ms=60.0, max_seqs=8, max_model_len=4096)
+    engine.seconds = seconds
+    for request_id in range(3):
+        engine.submit(request_id, [request_id + 1] * 20, 400, stops=())
+    for _ in range(60):
+        engine.step()
+    engine.submit(9, [1 + i * i % 40 for i in range(2000)], 1, stops=())
+    gaps = []
+    while 9 not in engine.ends:
+        before = engine.time
+        engine.step()
+        gaps.append(engine.time - before)
+    assert max(gaps) <= 0.060 * 1.05
+    assert len(gaps) < 2000 / 37 * 2.2, "the chunks use at least half of what the limit leaves"
+    engine.run_to_idle()
+
+
+def test_a_request_that_would_be_late_is_refused_at_once() -> None:
+    engine = Engine(num_blocks=4000, max_step_tokens=64, max_seqs=4, ttft_target_ms=500.0)
+    engine.seconds = lambda plan: 0.01 + 0.001 * sum(count for _, _, count, _ in scheduled_rows(plan))
+    for request_id in range(30):  # fewer than a second's work: the model learns
+        engine.submit(request_id, [request_id + 1] * 40, 4, stops=())
+        engine.run_to_idle()
+    for request_id in range(100, 130):
+        engine.submit(request_id, [request_id - 90] * 200, 4, stops=())
+    assert 5 < len(engine.failures) < 29
+    refusal = engine.failures[max(engine.failures)]
+    assert (refusal.status, refusal.code) == (429, "ttft_target")
+    assert refusal.retry_after >= 1
+    engine.run_to_idle()
+
+
+def test_an_output_that_repeats_itself_ends_if_asked() -> None:
+    engine = Engine(num_blocks=200)
+    submit = Submit(1, pack_ints([1, 2, 3]), 500, 0, b"", GREEDY, stop_on_loop=4)
+    engine.core.handle(Arrived(0.0, PEER, submit))
+    ends = []
+    for step in range(400):
+        commands = engine.core.handle(StepDone(0.0, StepResult(step, pack_ints([7 + step % 3]))))
+        ends += [
+            row for command in commands if hasattr(command, "outputs") for row in command.outputs.rows if row.finish
+        ]
+        if ends:
+            break
+    assert ends[0].loop
+    assert ends[0].finish == "stop"
+    assert 32 <= step + 1 <= 36

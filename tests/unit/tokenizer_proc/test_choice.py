@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ipc.codec import pack_floats, pack_ints, unpack_ints
 from ipc.messages import Delta, Finished, FinishReason, RawLogprobs, RowOutput, SamplingParams
 from tests.unit.tokenizer_proc.vocabularies import byte_level_vocabulary
-from tokenizer_proc.choice import Choice
+from tokenizer_proc.choice import LOOP_STOP_REASON, Choice, Progress
 
 VOCABULARY = byte_level_vocabulary()
 END = VOCABULARY.tokenizer.token_to_id("<|end|>")
@@ -37,14 +37,22 @@ class Run:
         self.finished: Finished | None = None
         self.stop_at: int | None = None
 
+    def take_plain(self, *ids: int) -> "Run":
+        for token_id in ids:
+            if self.finished is None:
+                self._note(self.choice.take_plain(token_id))
+        return self
+
+    def _note(self, progress: Progress) -> None:
+        if progress.delta is not None:
+            self.deltas.append(progress.delta)
+        self.finished, self.stop_at = progress.finished, progress.stop_at
+
     def take(self, *rows: RowOutput) -> "Run":
         for one in rows:
             if self.finished is not None:
                 break
-            progress = self.choice.take(one)
-            if progress.delta is not None:
-                self.deltas.append(progress.delta)
-            self.finished, self.stop_at = progress.finished, progress.stop_at
+            self._note(self.choice.take(one))
         return self
 
     @property
@@ -202,3 +210,53 @@ def test_the_answer_does_not_depend_on_how_tokens_are_grouped(ids: list[int], st
     assert one_by_one.finished is not None
     assert len(one_by_one.token_ids) == one_by_one.finished.completion_tokens
     assert not any(stop in one_by_one.text for stop in stops)
+
+
+_stops = st.lists(st.sampled_from(["a", "ab", "llo h", "é", "\U0001f336", "xyz"]), max_size=3).map(tuple)
+
+
+@given(
+    st.lists(st.sampled_from(["hello", " h", "a", "b", "é", "\N{HOT PEPPER}"]), max_size=12).map("".join),
+    st.lists(st.integers(0, VOCABULARY.size + 1), max_size=5),
+    _stops,
+    st.booleans(),
+    st.integers(0, 4),
+)
+def test_plain_tokens_mean_the_same_as_rows(
+    text: str, more: list[int], stop: tuple[str, ...], include: bool, min_tokens: int
+) -> None:
+    params = SamplingParams(stop=stop, include_stop_str_in_output=include, min_tokens=min_tokens)
+    ids = [*VOCABULARY.encode(text, add_special_tokens=False), *more]
+    end = row(finish="length")
+    as_rows = Run(params).take(*(row(token_id) for token_id in ids), end)
+    as_plain = Run(params).take_plain(*ids).take(end)
+    assert as_plain.deltas == as_rows.deltas
+    assert as_plain.finished == as_rows.finished
+    assert as_plain.stop_at == as_rows.stop_at
+    mixed = Run(params)
+    for at, token_id in enumerate(ids):
+        if at % 2:
+            mixed.take(row(token_id))
+        else:
+            mixed.take_plain(token_id)
+    assert mixed.take(end).deltas == as_rows.deltas
+
+
+def test_a_loop_ends_the_choice_with_all_of_its_text() -> None:
+    a, b = token("A"), token("B")
+    run = Run(SamplingParams(stop=("AC",), stop_token_ids=(b,)))
+    run.take(row(a, b)).take(RowOutput(1, pack_ints([a, b, a]), "stop", loop=True))
+    assert run.text == "ABABA", "neither the last token nor what a stop string held back is cut"
+    assert run.token_ids == [a, b, a, b, a]
+    assert run.finished is not None
+    assert (run.finished.reason, run.finished.stop_reason) == ("stop", LOOP_STOP_REASON)
+    assert (run.finished.completion_tokens, run.stop_at) == (5, None)
+
+
+def test_a_stop_string_within_a_loop_is_the_reason() -> None:
+    run = Run(SamplingParams(stop=("BA",))).take(
+        RowOutput(1, pack_ints([token("A"), token("B"), token("A")]), "stop", loop=True)
+    )
+    assert run.text == "A"
+    assert run.finished is not None
+    assert run.finished.stop_reason == "BA"

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from ipc.codec import pack_ints, unpack_floats, unpack_ints
+from ipc.channels import LinkError
+from ipc.codec import pack_int64s, pack_ints, unpack_floats, unpack_ints
 from ipc.messages import (
     Abort,
     AbortRequests,
@@ -69,6 +70,7 @@ class Bench:
         encoder: PromptEncoder | None = None,
         pool_tokens: int = 1000,
         model: ModelInfo = MODEL,
+        stop_on_loop: int = 0,
     ) -> None:
         self.sent: list[tuple[bytes, ToClient]] = []
         self.asked: list[ToScheduler] = []
@@ -77,7 +79,7 @@ class Bench:
         self.service = Service(
             VOCABULARY,
             encoder or PromptEncoder(VOCABULARY, None),
-            Limits(model, (EOS,), pool_tokens),
+            Limits(model, (EOS,), pool_tokens, stop_on_loop),
             max_encoding=2,
             to_client=lambda peer, message: self.sent.append((peer, message)) is None,
             to_scheduler=self._ask,
@@ -99,8 +101,10 @@ class Bench:
             peer, Generate(request_id, prompt or TextPrompt("hello"), SamplingParams(**params), "trace-7", "ns")
         )
 
-    def step(self, *rows: RowOutput | Failed) -> None:
-        self.service.from_scheduler(StepOutputs(rows))
+    def step(self, *rows: RowOutput | Failed, plain: Sequence[tuple[int, int]] = ()) -> None:
+        """One step's outputs; `plain` has pairs of request id and token."""
+        ids, tokens = pack_int64s(i for i, _ in plain), pack_ints(token for _, token in plain)
+        self.service.from_scheduler(StepOutputs(rows, ids, tokens))
 
     @property
     def submits(self) -> list[Submit]:
@@ -140,6 +144,42 @@ def test_submit_has_what_the_client_asked_for() -> None:
     assert list(unpack_ints(sampling.bias_ids)) == [3, 1]
     assert list(unpack_floats(sampling.bias_values)) == [-2.0, 5.0]
     assert sampling.banned_ids == submit.stop_token_ids
+
+
+def test_submit_has_what_the_scheduler_decides_by_for_each_choice() -> None:
+    bench = Bench(stop_on_loop=9)
+    options: dict[str, Any] = {"tenant": "t", "priority": -4, "ttft_target_ms": 80.0, "cache_pin_seconds": 2.5}
+    prompt = TextPrompt("hello")
+    bench.service.from_client(PEER, Generate(1, prompt, SamplingParams(n=2, stop_on_loop=3), namespace="ns", **options))
+    bench.service.from_client(PEER, Generate(2, prompt, SamplingParams(stop_on_loop=0)))
+    bench.service.from_client(PEER, Generate(3, prompt, SamplingParams()))
+    for submit in bench.submits[:2]:
+        assert {name: getattr(submit, name) for name in options} == options
+        assert submit.namespace == "ns"
+    assert [submit.stop_on_loop for submit in bench.submits] == [3, 3, 0, 9], "the server's where none is given"
+    plain = bench.submits[3]
+    assert (plain.tenant, plain.priority, plain.ttft_target_ms, plain.cache_pin_seconds) == ("", 0, None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({"priority": -1_000_001}, "1000000"),
+        ({"ttft_target_ms": float("inf")}, "3600000"),
+        ({"cache_pin_seconds": float("nan")}, "3600"),
+        ({"namespace": "n" * 129}, "128"),
+        ({"tenant": "n" * 129}, "128"),
+        ({"external_id": "n" * 129}, "128"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_by_name_and_limit(options: dict[str, Any], limit: str) -> None:
+    bench = Bench()
+    bench.service.from_client(PEER, Generate(1, TextPrompt("hello"), SamplingParams(), **options))
+    failed = bench.failure()
+    assert (failed.status, [failed.param]) == (400, list(options))
+    assert limit in failed.message
+    assert bench.asked == []
 
 
 def test_defaults() -> None:
@@ -226,6 +266,85 @@ def test_one_message_a_step_and_client() -> None:
     ]
 
 
+def test_plain_rows_and_others_come_in_one_message() -> None:
+    bench = Bench()
+    for request_id in (1, 2, 3):
+        bench.generate(request_id)
+    bench.generate(4, peer=b"other")
+    one, two, three, four = (submit.request_id for submit in bench.submits)
+    bench.step(row(two, HELLO, finish="length"), plain=[(three, HELLO), (four, HELLO), (one, HELLO)])
+    assert [(type(item), item.request_id) for item in bench.items()] == [
+        (Delta, 2),
+        (Finished, 2),
+        (Delta, 3),
+        (Delta, 1),
+    ]
+    (delta,) = bench.items(b"other")
+    assert isinstance(delta, Delta)
+    assert (delta.text, list(unpack_ints(delta.token_ids))) == ("hello", [HELLO])
+    assert len([message for _, message in bench.sent if isinstance(message, Outputs)]) == 2
+
+
+def test_a_plain_row_can_complete_a_stop_string() -> None:
+    bench = Bench()
+    bench.generate(stop=("ll",))
+    (submit,) = bench.submits
+    bench.step(plain=[(submit.request_id, HELLO)])
+    assert bench.asked[-1] == StopAt(submit.request_id, 1)
+    before = bench.items()
+    bench.step(plain=[(submit.request_id, HELLO)])
+    bench.step(row(submit.request_id, EOS, finish="stop", stop_token=EOS))
+    assert bench.items() == before
+    assert isinstance(before[-1], Finished)
+    assert (bench.aborts, bench.service.unknown_outputs, bench.service.live_requests) == ([], 0, 0)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_b074_a_row_after_the_schedulers_own_end_is_of_an_unknown_request(plain: bool) -> None:
+    bench = Bench()
+    bench.generate()
+    (submit,) = bench.submits
+    bench.step(row(submit.request_id, HELLO, finish="length"))
+    before = bench.items()
+    if plain:
+        bench.step(plain=[(submit.request_id, HELLO)])
+    else:
+        bench.step(row(submit.request_id, HELLO))
+    assert bench.items() == before
+    assert bench.aborts == [submit.request_id]
+    assert bench.service.unknown_outputs == 1
+
+
+def test_b074_a_plain_row_of_an_unknown_request_is_aborted_once() -> None:
+    bench = Bench()
+    bench.generate()
+    (submit,) = bench.submits
+    bench.step(plain=[(99, HELLO), (submit.request_id, HELLO), (-(2**63), HELLO), (99, HELLO)])
+    bench.step(plain=[(99, HELLO)])
+    assert bench.aborts == [99, -(2**63)]
+    assert bench.service.unknown_outputs == 2
+    assert len(bench.items()) == 1
+
+
+@pytest.mark.parametrize(
+    ("ids", "tokens"),
+    [
+        (pack_int64s([1]), b""),
+        (b"", pack_ints([1])),
+        (pack_int64s([1, 2]), pack_ints([1])),
+        (pack_int64s([1]), pack_ints([1, 2])),
+        (b"1234", pack_ints([1])),
+        (pack_int64s([1]), b"123"),
+    ],
+)
+def test_columns_that_do_not_match_break_the_link_before_anything_is_taken(ids: bytes, tokens: bytes) -> None:
+    bench = Bench()
+    bench.generate()
+    with pytest.raises(LinkError, match="step outputs"):
+        bench.service.from_scheduler(StepOutputs((row(bench.submits[0].request_id, HELLO),), ids, tokens))
+    assert bench.items() == []
+
+
 def test_a_request_ends_when_all_its_choices_have() -> None:
     bench = Bench()
     bench.generate(n=2)
@@ -303,6 +422,16 @@ def test_a_failed_choice_fails_the_request_and_aborts_the_others() -> None:
     assert bench.failure() == Failed(1, 429, "full", "rate_limit_error", retry_after=1.0)
     assert bench.aborts == [ids[0], ids[2]]
     assert bench.service.live_requests == 0
+
+
+@pytest.mark.parametrize("code", ["queue_full", "ttft_target"])
+def test_a_refusal_comes_through_as_the_scheduler_said_it(code: str) -> None:
+    bench = Bench()
+    bench.generate()
+    refusal = Failed(bench.submits[0].request_id, 429, "no", "rate_limit_error", code=code, retry_after=2.25)
+    bench.step(refusal)
+    assert bench.failure() == structs.replace(refusal, request_id=1)
+    assert bench.aborts == []
 
 
 def test_a_broken_row_fails_its_request_alone() -> None:

@@ -49,6 +49,43 @@ def test_resume_keeps_final_answers_as_they_are(
     assert list(path.parent.iterdir()) == [path], "no temporary file is left"
 
 
+@pytest.mark.parametrize("content", ["", answer("a", 200), answer("a", 503)])
+def test_two_batches_cannot_have_one_output(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(content)
+    with AnswersFile(path, resume=True) as first:
+        for opened in (False, True):
+            if opened:
+                first.open()  # rewrites the file where its answer is to be replaced
+            with pytest.raises(BatchError, match=r"out\.jsonl: another batch is writing to it"):
+                AnswersFile(path, resume=True)
+        first.write("b", 200, b"{}")
+    with AnswersFile(path, resume=True) as second:
+        assert "b" in second.done
+
+
+def test_two_batches_cannot_begin_one_output(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with AnswersFile(path, resume=False) as early, AnswersFile(path, resume=True) as late:
+        with AnswersFile(path, resume=False) as first:
+            first.open()
+            with pytest.raises(BatchError, match="another batch is writing to it"):
+                early.open()
+            first.write("a", 200, b"{}")
+        with pytest.raises(BatchError, match="another batch has written to it meanwhile"):
+            late.open()
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_a_file_that_is_refused_is_not_kept_locked(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(answer("a", 200))
+    with pytest.raises(BatchError, match="--resume"):
+        AnswersFile(path, resume=False)
+    with AnswersFile(path, resume=True) as answers:
+        assert answers.done == {"a"}
+
+
 def test_a_link_to_the_output_stays_a_link(tmp_path: Path) -> None:
     real, link = tmp_path / "real.jsonl", tmp_path / "link.jsonl"
     real.write_text(answer("a", 503))

@@ -1,0 +1,110 @@
+"""Whether a request may come in: what is wrong with it, what is full, and what its first token would be late for."""
+
+from array import array
+
+from config.schema import SchedulerConfig
+from ipc.messages import Failed, Submit
+from scheduler_proc.admission import TtftPredictor, retry_after
+from scheduler_proc.kv_manager import KVManager
+from scheduler_proc.planner import Planner
+from scheduler_proc.request import Request
+
+
+class Checks:
+    """Refusals, each as the `Failed` that the client gets."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVManager,
+        planner: Planner,
+        predictor: TtftPredictor,
+        max_model_len: int,
+        vocab_size: int,
+    ) -> None:
+        self._config = config
+        self._kv = kv
+        self._planner = planner
+        self._predictor = predictor
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._ttft_target = None if config.ttft_target_ms is None else config.ttft_target_ms / 1e3
+        self.queued_tokens = 0  # prompt tokens of requests that have never started; the core keeps it
+        self.refused_deadline = 0
+
+    def duplicate(self, submit: Submit) -> Failed:
+        """A request id of a live request."""
+        return _invalid(submit, f"request_id {submit.request_id} is already in use", "request_id")
+
+    def refusal(self, request: Request, submit: Submit) -> Failed | None:
+        """Why a request cannot be taken, or None; sets its TTFT target where it has none of its own."""
+        return self._impossible(request.tokens, submit) or self._full(request, submit) or self._late(request, submit)
+
+    def _impossible(self, tokens: "array[int]", submit: Submit) -> Failed | None:
+        """A request that could never run is refused at once, and blocks nobody."""
+        if not tokens:
+            return _invalid(submit, "prompt: it must have at least one token", "prompt")
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            return _invalid(submit, f"prompt: token ids must be from 0 to {self._vocab_size - 1}", "prompt")
+        if submit.max_tokens < 1:
+            return _invalid(submit, f"max_tokens: {submit.max_tokens} is below 1", "max_tokens")
+        total = len(tokens) + submit.max_tokens
+        if total > self._max_model_len:
+            return _invalid(
+                submit,
+                f"max_tokens: the prompt's {len(tokens)} tokens plus {submit.max_tokens} exceed the context of "
+                f"{self._max_model_len}",
+                "max_tokens",
+            )
+        blocks = self._kv.blocks_for(total)
+        if blocks > self._kv.pool.total:
+            return _invalid(
+                submit,
+                f"max_tokens: prompt and output of {total} tokens need {blocks} KV blocks, the whole pool has "
+                f"{self._kv.pool.total}",
+                "max_tokens",
+            )
+        return None
+
+    def _full(self, request: Request, submit: Submit) -> Failed | None:
+        waiting = len(self._planner.policy)
+        if waiting >= self._config.max_queue_requests:
+            return _busy(submit, f"{waiting} requests are waiting already; try again later", "queue_full", 1.0)
+        if waiting and self.queued_tokens + request.num_prompt > self._config.max_queue_tokens:
+            message = f"{self.queued_tokens} prompt tokens are waiting already; try again later"
+            return _busy(submit, message, "queue_full", 1.0)
+        return None
+
+    def _late(self, request: Request, submit: Submit) -> Failed | None:
+        """A request that would miss its TTFT target is better told so now than after it has waited."""
+        if request.ttft_target is None:
+            request.ttft_target = self._ttft_target
+        if request.ttft_target is None:
+            return None
+        planner = self._planner
+        key = planner.policy.running_key(request)
+        ahead = [other for other in planner.policy if planner.policy.running_key(other) < key]
+        predicted = self._predictor.predict(
+            own_tokens=request.num_prompt - self._kv.cached_tokens(request),
+            tokens_ahead=sum(len(other.tokens) for other in ahead) + planner.missing_tokens,
+            requests_ahead=len(ahead),
+            running=planner.num_running,
+            free_rows=planner.free_rows,
+            decode_context=sum(other.num_planned for other in planner.decoding),
+        )
+        if predicted <= request.ttft_target:
+            return None
+        self.refused_deadline += 1
+        message = (
+            f"the first token would take about {predicted:.1f} s, longer than the target of {request.ttft_target:g} s; "
+            "try again later"
+        )
+        return _busy(submit, message, "ttft_target", retry_after(predicted, request.ttft_target))
+
+
+def _invalid(submit: Submit, message: str, param: str) -> Failed:
+    return Failed(submit.request_id, 400, message, "invalid_request_error", param)
+
+
+def _busy(submit: Submit, message: str, code: str, seconds: float) -> Failed:
+    return Failed(submit.request_id, 429, message, "rate_limit_error", None, code, seconds)

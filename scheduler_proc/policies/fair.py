@@ -1,0 +1,132 @@
+"""Fair shares of the engine's tokens per tenant: deficit round robin (Shreedhar and Varghese, SIGCOMM 1995)."""
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from config.schema import SchedulerConfig
+from scheduler_proc.policies.base import Policy
+from scheduler_proc.policies.fcfs import FirstComeFirstServed
+from scheduler_proc.request import Request
+
+QUANTUM = 512  # tokens that each waiting tenant may use in a round
+
+
+class _Tenant:
+    """One API key: its waiting requests, first come first served, and what it may use or owes."""
+
+    __slots__ = ("deficit", "left_in", "queue")
+
+    def __init__(self, queue: FirstComeFirstServed, rounds: int) -> None:
+        self.queue = queue
+        self.deficit = 0  # tokens; below 0 it has used more than its share
+        self.left_in = rounds  # the round in which it ceased to wait
+
+
+class DeficitRoundRobin(Policy):
+    """Tenants take turns; each turn allows QUANTUM further tokens, and requests start while the allowance covers them.
+
+    A start costs the prompt tokens that are not cached, and then each output costs one token, which may bring the
+    allowance below 0. Between tenants that keep waiting, prompt tokens started differ by at most QUANTUM plus the
+    largest prompt, outputs apart. Tokens cost nothing while nobody waits, and when the queue runs empty all accounts
+    are closed; a tenant with nothing waiting keeps no allowance, and works off a debt as if it were waiting.
+
+    Within a tenant nobody is overtaken. Between tenants, a request at the head waits for at most
+    (its prompt + its tenant's debt) / QUANTUM + 1 rounds, in each of which every other tenant may use QUANTUM plus one
+    prompt. Preempted requests go before all others.
+    """
+
+    def __init__(self, config: SchedulerConfig, cached_tokens: Callable[[Request], int]) -> None:
+        super().__init__(config, cached_tokens)
+        self._returning = FirstComeFirstServed(config, cached_tokens)  # preempted ones
+        self._tenants: dict[str, _Tenant] = {}
+        self._ring: list[_Tenant] = []  # those with waiting requests
+        self._turn = -1  # index of the tenant whose turn it is; -1: the next turn is the first one's
+        self._rounds = 0
+        self._costs: dict[int, int] = {}  # by order, of requests that are or were at the head
+
+    def add(self, request: Request) -> None:
+        if request.preemptions:
+            self._returning.add(request)
+            return
+        tenant = self._tenant(request.tenant)
+        if not tenant.queue:
+            tenant.deficit = min(0, tenant.deficit + (self._rounds - tenant.left_in) * QUANTUM)
+            self._ring.append(tenant)
+        tenant.queue.add(request)
+
+    def remove(self, request: Request) -> None:
+        if request.preemptions:
+            self._returning.remove(request)
+        else:
+            tenant = self._tenants[request.tenant]
+            tenant.queue.remove(request)
+            self._costs.pop(request.order, None)
+            if request.cached_tokens >= 0:  # it starts: the cache has been asked; else it was aborted
+                tenant.deficit -= request.num_prompt - request.cached_tokens
+            if not tenant.queue:
+                self._leave(tenant)
+        if not len(self):
+            self._tenants.clear()
+
+    def served(self, request: Request, tokens: int) -> None:
+        # A prompt has been paid for at the start.
+        if self._ring and request.num_planned > request.num_known:
+            self._tenant(request.tenant).deficit -= tokens
+
+    def first(self, now: float, longs: bool) -> Request | None:
+        if (returning := self._returning.first(now, longs)) is not None:
+            return returning
+        if self._turn >= 0:
+            tenant = self._ring[self._turn]
+            head = tenant.queue.first(now, longs)
+            if head is not None and tenant.deficit >= self._cost(head):
+                return head
+        return self._next_turn(now, longs)
+
+    def _next_turn(self, now: float, longs: bool) -> Request | None:
+        """Pass the turn on until a tenant can start the request at its head: as many rounds at once as that takes."""
+        heads: list[tuple[_Tenant, int, Request]] = []  # in the order of their next turns, with their index in the ring
+        size = len(self._ring)
+        for offset in range(1, size + 1):
+            index = (self._turn + offset) % size
+            if (head := self._ring[index].queue.first(now, longs)) is not None:
+                heads.append((self._ring[index], index, head))
+        if not heads:
+            return None
+        turns, place = min(
+            (max(1, -((tenant.deficit - self._cost(head)) // QUANTUM)), place)
+            for place, (tenant, _, head) in enumerate(heads)
+        )
+        for other, (tenant, _, _) in enumerate(heads):
+            tenant.deficit += QUANTUM * (turns if other <= place else turns - 1)
+        _, index, head = heads[place]
+        self._rounds += turns if index <= self._turn else turns - 1
+        self._turn = index
+        return head
+
+    def _cost(self, request: Request) -> int:
+        cost = self._costs.get(request.order)
+        if cost is None:
+            cost = self._costs[request.order] = request.num_prompt - self._cached_tokens(request)
+        return cost
+
+    def _tenant(self, name: str) -> _Tenant:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            queue = FirstComeFirstServed(self._config, self._cached_tokens)
+            tenant = self._tenants[name] = _Tenant(queue, self._rounds)
+        return tenant
+
+    def _leave(self, tenant: _Tenant) -> None:
+        index = self._ring.index(tenant)
+        del self._ring[index]
+        if index <= self._turn:
+            self._turn -= 1
+        tenant.deficit = min(0, tenant.deficit)
+        tenant.left_in = self._rounds
+
+    def __len__(self) -> int:
+        return len(self._returning) + sum(len(tenant.queue) for tenant in self._ring)
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain(self._returning, *(tenant.queue for tenant in self._ring))

@@ -1,0 +1,86 @@
+"""The same request gives the same tokens, greedy and sampled with a seed, whatever the scheduler does with it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.server import Server
+from tests.e2e.sse import Answer, post_all
+from tests.e2e.test_serving import metric
+
+FLAGS = ("--dtype", "float32", "--served-model-name", "smol")
+KV_BYTES = 46080  # of one token in float32
+BLOCK = 16
+
+
+def bodies(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each reference row greedily, and sampled at temperature 1."""
+    common = [
+        {
+            "model": "smol",
+            "prompt": row["prompt_ids"],
+            "max_tokens": len(row["output_ids"]),
+            "return_token_ids": True,
+        }
+        for row in rows
+    ]
+    greedy = [{**body, "temperature": 0} for body in common]
+    return greedy + [{**body, "temperature": 1, "seed": seed} for seed, body in enumerate(common)]
+
+
+def tokens(answers: list[Answer]) -> list[list[int]]:
+    assert all(answer.status == 200 for answer in answers), [answer.body for answer in answers if answer.status != 200]
+    return [answer.body["choices"][0]["token_ids"] for answer in answers]
+
+
+def cached(answers: list[Answer]) -> int:
+    return sum(answer.usage["prompt_tokens_details"]["cached_tokens"] for answer in answers)
+
+
+def in_batches_of_32(url: str, requests: list[dict[str, Any]]) -> list[Answer]:
+    answers: list[Answer] = []
+    for first in range(0, len(requests), 32):
+        answers += post_all(url, requests[first : first + 32])
+    return answers
+
+
+def check_identity(model_path: Path, rows: list[dict[str, Any]]) -> None:
+    """Alone, in batches of 32, in chunks of 64 tokens, with a cached prefix, preempted midway."""
+    requests = bodies(rows)
+    with Server(model_path, *FLAGS, "--no-prefix-cache") as server:
+        url = server.url + "/v1/completions"
+        alone = tokens(post_all(url, requests, at_once=False))
+        assert tokens(in_batches_of_32(url, requests)) == alone, "in batches of 32"
+    for row, got in zip(rows, alone, strict=False):
+        assert got == row["output_ids"], row["id"]
+    with Server(model_path, *FLAGS, "--prefill-chunk", "64") as server:
+        url = server.url + "/v1/completions"
+        first = post_all(url, requests, at_once=False)
+        assert tokens(first) == alone, "in chunks of 64 tokens"
+        again = in_batches_of_32(url, requests)
+        assert tokens(again) == alone, "with a cached prefix"
+        long_enough = sum((len(row["prompt_ids"]) - 1) // BLOCK * BLOCK for row in rows)
+        assert cached(again) >= 2 * long_enough, "all full blocks of all prompts"
+    longest = max(len(row["prompt_ids"]) + len(row["output_ids"]) for row in rows)
+    pool = (-(-longest // BLOCK) + 8) * BLOCK
+    for shortage in ("recompute", "swap"):
+        flags = ("--kv-memory", str(pool * KV_BYTES), "--max-model-len", str(longest), "--kv-shortage", shortage)
+        with Server(model_path, *FLAGS, *flags) as server:
+            answers = in_batches_of_32(server.url + "/v1/completions", requests)
+            assert tokens(answers) == alone, f"preempted, with {shortage}"
+            preemptions = metric(server, "num_preemptions_total")
+            assert preemptions > 0
+            print(f"{shortage}: {preemptions:.0f} preemptions")
+    print(f"{len(requests)} requests gave the same tokens under every condition")
+
+
+def test_some_rows(model_path: Path, shared_dir: Path) -> None:
+    rows = [json.loads(line) for line in (shared_dir / "reference" / "greedy.jsonl").open()]
+    check_identity(model_path, rows[3::8])
+
+
+@pytest.mark.slow
+def test_every_row(model_path: Path, shared_dir: Path) -> None:
+    check_identity(model_path, [json.loads(line) for line in (shared_dir / "reference" / "greedy.jsonl").open()])

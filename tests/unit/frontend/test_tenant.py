@@ -1,0 +1,45 @@
+"""Tenants and prefix-cache namespaces."""
+
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frontend.tenant import namespace_of, tenant_of
+from ipc.validation import validate_options
+
+_names = st.text(max_size=40)
+
+
+def test_the_tenant_is_a_digest_of_the_key() -> None:
+    assert tenant_of("Bearer sk-abc") == hashlib.sha256(b"sk-abc").hexdigest()[:16]
+    assert tenant_of("bearer  sk-abc ") == tenant_of("Bearer sk-abc")
+    assert tenant_of("Bearer sk-abd") != tenant_of("Bearer sk-abc")
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Bearer   ", "Basic abc", "sk-abc", "Bearersk-abc"])
+def test_other_headers_stand_for_nobody(header: str | None) -> None:
+    assert tenant_of(header) == ""
+
+
+def test_a_key_of_any_bytes_has_a_tenant() -> None:
+    assert len(tenant_of("Bearer " + b"\xff\xfe".decode(errors="surrogateescape"))) == 16
+
+
+@given(_names, _names, _names, _names)
+def test_namespaces_differ_unless_both_parts_are_equal(key: str, salt: str, other_key: str, other_salt: str) -> None:
+    tenants = tenant_of(f"Bearer {key}"), tenant_of(f"Bearer {other_key}")
+    namespaces = namespace_of(tenants[0], salt), namespace_of(tenants[1], other_salt)
+    same = tenants[0] == tenants[1] and salt == other_salt
+    assert (namespaces[0] == namespaces[1]) == same
+
+
+@given(st.text(max_size=256), st.text(min_size=1, max_size=2000))
+def test_whatever_the_client_sends_fits_the_bounds(salt: str, key: str) -> None:
+    tenant = tenant_of(f"Bearer {key}")
+    validate_options(tenant=tenant, namespace=namespace_of(tenant, salt))
+
+
+def test_without_key_and_salt_all_share_one_namespace() -> None:
+    assert namespace_of("", "") == ""

@@ -1,0 +1,57 @@
+"""Experiments on a real server: `python -m tools.drills --help`."""
+
+import argparse
+import asyncio
+
+from tools.drills import itl, shortage, slo
+
+_DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.drills",
+        description="Start a real server, put it under a load that hurts, and print what came of it. Nothing else "
+        "should run on the machine meanwhile.",
+    )
+    drills = parser.add_subparsers(dest="drill", required=True, metavar="DRILL")
+
+    part = drills.add_parser("itl", help="streams that decode while a long prompt arrives")
+    part.add_argument("--prompt-tokens", type=int, default=4000, help="length of the long prompt (default 4000)")
+    part.add_argument("--repeats", type=int, default=20, help="default 20")
+    part.add_argument("--max-itl-ms", type=float, nargs="*", default=[60.0], help="limits to try (default 60)")
+    part.set_defaults(run=itl.run)
+
+    part = drills.add_parser("slo", help="three times the load that can be served in time")
+    part.add_argument("--trace", required=True, help="an Azure trace: timestamp, input_length, output_length")
+    part.add_argument("--length-scale", type=float, default=1 / 32, help="factor on all lengths (default 1/32)")
+    part.add_argument("--requests", type=int, default=1000, help="of the trace (default 1000)")
+    part.add_argument("--slo-ttft-ms", type=float, default=1000.0, help="default 1000")
+    part.add_argument("--slo-tpot-ms", type=float, default=60.0, help="default 60")
+    part.add_argument("--margin", type=float, default=0.8, help="admission's target as a part of the TTFT SLO")
+    part.add_argument("--first-rate", type=float, default=2.0, help="first requests/s of the bisection (default 2)")
+    part.add_argument("--probes", type=int, default=7, help="steps of the bisection (default 7)")
+    part.set_defaults(run=slo.run)
+
+    part = drills.add_parser("shortage", help="more long requests than the KV pool holds")
+    part.add_argument("--requests", type=int, default=64, help="default 64")
+    part.add_argument("--fitting", type=int, default=10, help="how many of them the pool holds (default 10)")
+    part.add_argument("--prompt-tokens", type=int, default=200, help="default 200")
+    part.add_argument("--output-tokens", type=int, default=100, help="default 100")
+    part.add_argument(
+        "--kv-bytes", type=int, default=46080, help="KV bytes of one token (default 46080: SmolLM2-135M in float32)"
+    )
+    part.set_defaults(run=shortage.run)
+
+    for part in drills.choices.values():
+        part.add_argument("--model", default=_DEFAULT_MODEL, help=f"default {_DEFAULT_MODEL}")
+    return parser
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    asyncio.run(options.run(options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Streams that decode while a long prompt arrives: how long do they stall, and what does that cost the prompt?"""
+
+import asyncio
+import contextlib
+import itertools
+import random
+import statistics
+from argparse import Namespace
+from collections.abc import Sequence
+
+import aiohttp
+
+from tools.drills.progress import Progress
+from tools.drills.server import Reply, complete, http, server
+
+STREAMS = 8
+
+
+async def run(options: Namespace) -> None:
+    """Print the longest gap and the prompt's TTFT with chunking off, and with each of `options.max_itl_ms`."""
+    off = ("--max-step-tokens", str(max(options.prompt_tokens + STREAMS, 512)))
+    arms: list[tuple[str, Sequence[str]]] = [("chunking off", off), ("defaults", ())]
+    arms += [(f"--max-itl-ms {limit:g}", ("--max-itl-ms", f"{limit:g}")) for limit in options.max_itl_ms]
+    base_ttft = 0.0
+    print(f"{STREAMS} streams, a prompt of {options.prompt_tokens} tokens, {options.repeats} repeats; milliseconds")
+    print(f"{'':20} {'gap without':>12} {'longest gap':>22} {'TTFT of the prompt':>20}")
+    print(f"{'':20} {'median':>12} {'median':>11} {'worst':>10} {'median':>10} {'ratio':>9}")
+    for name, flags in arms:
+        async with server(options.model, "--max-seqs", "16", *flags) as url, http() as session:
+            quiet, gaps, ttfts = await _measure(session, url, options, name)
+        ttft = statistics.median(ttfts)
+        base_ttft = base_ttft or ttft
+        print(
+            f"{name:20} {statistics.median(quiet) * 1e3:12.0f} {statistics.median(gaps) * 1e3:11.0f} "
+            f"{max(gaps) * 1e3:10.0f} {ttft * 1e3:10.0f} {ttft / base_ttft:9.2f}",
+            flush=True,
+        )
+
+
+async def _measure(
+    session: aiohttp.ClientSession, url: str, options: Namespace, name: str
+) -> tuple[list[float], list[float], list[float]]:
+    """Gaps of undisturbed streams, longest gap of each repeat, TTFT of each; seconds."""
+    rng = random.Random(7)
+    quiet: list[float] = []
+    gaps: list[float] = []
+    ttfts: list[float] = []
+    with Progress(name, options.repeats) as progress:
+        for _ in range(options.repeats):
+            replies = [Reply(0.0) for _ in range(STREAMS)]
+            tasks = [
+                asyncio.create_task(complete(session, url, [rng.randrange(100, 40000) for _ in range(20)], 4000, reply))
+                for reply in replies
+            ]
+            while not all(len(reply.times) >= 12 for reply in replies):
+                if any(task.done() for task in tasks):
+                    raise SystemExit(f"a stream ended early: {[reply.error for reply in replies]}")
+                await asyncio.sleep(0.01)
+            quiet += [_longest_gap(reply.times[4:], 0.0, float("inf")) for reply in replies]
+            prompt = [rng.randrange(100, 40000) for _ in range(options.prompt_tokens)]
+            long = await complete(session, url, prompt, 1)
+            if not long.finished:
+                raise SystemExit(f"the long prompt failed: {long.status} {long.error}")
+            await asyncio.sleep(0.3)  # the tokens of the step that ended it
+            gaps.append(max(_longest_gap(reply.times, long.sent, long.times[0]) for reply in replies))
+            ttfts.append(long.ttft)
+            for task in tasks:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            await asyncio.sleep(0.5)
+            progress.step()
+    return quiet, gaps, ttfts
+
+
+def _longest_gap(times: Sequence[float], start: float, end: float) -> float:
+    """Longest time between two tokens of which some part lies between `start` and `end`."""
+    pairs = itertools.pairwise(times)
+    return max((after - before for before, after in pairs if after > start and before < end), default=0.0)

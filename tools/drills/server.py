@@ -1,0 +1,130 @@
+"""A real server for the time of a drill, and a client that notes when each token came."""
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+MODEL_NAME = "drill"
+
+
+@dataclass(slots=True)
+class Reply:
+    """What one streamed completion got; times are seconds on the clock of `time.perf_counter`."""
+
+    sent: float
+    status: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # one for each token: when its chunk came
+    finish_reason: str | None = None
+    error: str = ""
+    ended: float = 0.0
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.sent
+
+    @property
+    def tpot(self) -> float:
+        """Mean time between the tokens after the first, in seconds; 0 for a single one."""
+        return (self.times[-1] - self.times[0]) / (len(self.times) - 1) if len(self.times) > 1 else 0.0
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None and not self.error
+
+
+@asynccontextmanager
+async def server(model: str, *flags: str) -> AsyncIterator[str]:
+    """Start `python -m launch` on a free port; yields its URL and ends it with the block."""
+    command = [sys.executable, "-m", "launch", "--model", model, "--port", "0", "--served-model-name", MODEL_NAME]
+    print("  server:", " ".join(flags) or "defaults", file=sys.stderr)
+    process = await asyncio.create_subprocess_exec(
+        *command, "--log-level", "error", *flags, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    line = (await process.stdout.readline()).decode()
+    if not line.startswith("ready "):
+        raise SystemExit(f"the server did not start with: {' '.join(flags)}")
+    try:
+        yield line.removeprefix("ready ").strip()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)  # whatever still runs is not waited for
+        await process.wait()
+
+
+@asynccontextmanager
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    """A session without limits of its own."""
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield session
+
+
+async def complete(
+    session: aiohttp.ClientSession,
+    url: str,
+    prompt: Sequence[int] | str,
+    max_tokens: int,
+    reply: Reply | None = None,
+    **params: Any,
+) -> Reply:
+    """One streamed completion without an end of sequence; fills `reply` as it goes, so that others can watch."""
+    reply = reply or Reply(0.0)
+    body = {
+        "model": MODEL_NAME,
+        "prompt": prompt if isinstance(prompt, str) else list(prompt),
+        "max_tokens": max_tokens,
+        "stream": True,
+        "return_token_ids": True,
+        "temperature": 0,
+        "ignore_eos": True,
+        **params,
+    }
+    reply.sent = time.perf_counter()
+    try:
+        async with session.post(url + "/v1/completions", json=body) as response:
+            reply.status = response.status
+            if response.status != 200:
+                reply.error = (await response.text())[:300]
+            else:
+                await _read(response, reply)
+    except (aiohttp.ClientError, ConnectionError) as error:
+        reply.error = f"{type(error).__name__}: {error}"
+    reply.ended = time.perf_counter()
+    return reply
+
+
+async def _read(response: aiohttp.ClientResponse, reply: Reply) -> None:
+    async for line in response.content:
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[6:])
+        if "error" in event:
+            reply.error = event["error"]["message"]
+            return
+        for choice in event["choices"]:
+            ids = choice.get("token_ids") or ()
+            reply.token_ids += ids
+            reply.times += [time.perf_counter()] * len(ids)
+            reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+
+
+async def metric(session: aiohttp.ClientSession, url: str, name: str) -> float:
+    """One number of /metrics, by the end of its name; 0 when it is not there."""
+    async with session.get(url + "/metrics") as response:
+        for line in (await response.text()).splitlines():
+            key, _, value = line.rpartition(" ")
+            if not line.startswith("#") and key.split("{")[0].endswith(name):
+                return float(value)
+    return 0.0
