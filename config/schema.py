@@ -84,8 +84,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     priority_age_seconds: Annotated[
         float,
         Meta(
-            description="waiting this long counts like one priority step, and is the longest that other policies let "
-            "anyone be overtaken",
+            description="priority policy: waiting this long counts like one priority step; longest-prefix: the longest "
+            "that anyone is overtaken; deadline: the target of a request that has none",
             ge=0.001,
             le=86400,
         ),

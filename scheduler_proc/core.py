@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from config.schema import SchedulerConfig
-from ipc.codec import pack_ints, unpack_ints
+from ipc.codec import pack_int64s, pack_ints, unpack_ints
 from ipc.messages import (
     Failed,
     FinishReason,
@@ -76,8 +76,8 @@ class _Outbox:
     """What one event has for one tokenizer."""
 
     rows: list[RowOutput | Failed] = field(default_factory=list)
-    plain_ids: "array[int]" = field(default_factory=lambda: array("q"))
-    plain_tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    plain_ids: list[int] = field(default_factory=list)
+    plain_tokens: list[int] = field(default_factory=list)
 
 
 class SchedulerCore:
@@ -143,7 +143,7 @@ class SchedulerCore:
             case Tick():
                 pass
         commands: list[Command] = [
-            SendOutputs(peer, StepOutputs(tuple(box.rows), box.plain_ids.tobytes(), box.plain_tokens.tobytes()))
+            SendOutputs(peer, StepOutputs(tuple(box.rows), pack_int64s(box.plain_ids), pack_ints(box.plain_tokens)))
             for peer, box in outboxes.items()
         ]
         self.wake_at = None

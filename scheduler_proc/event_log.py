@@ -12,6 +12,7 @@ whole is read.
 
 import copy
 import hashlib
+import logging
 import os
 import secrets
 import struct
@@ -24,7 +25,7 @@ import msgspec
 from msgspec import Struct
 
 from config.schema import SchedulerConfig
-from ipc.codec import unpack_ints
+from ipc.codec import unpack_int64s, unpack_ints
 from ipc.messages import Failed, RowOutput, SamplingSpec, StepOutputs, StepPlan, StepResult
 from scheduler_proc.events import (
     Aborted,
@@ -40,6 +41,8 @@ from scheduler_proc.events import (
     Stopped,
 )
 
+log = logging.getLogger(__name__)
+
 MAGIC = b"tmevents"
 VERSION = 1
 REPLAY_VOCABULARY = 1 << 31  # synthetic ids are below it
@@ -48,8 +51,7 @@ _LENGTH = struct.Struct("<I")
 _MAX_RECORD = 1 << 28  # bytes: a longer one is not ours
 _OUTSIDE = -1  # stands for a token id outside the vocabulary: the replaying core must refuse it as well
 _DROPPED = 0  # stands for a sampled token that the core threw away; no synthetic id is 0
-
-_Key = tuple[bytes, int]  # peer and request id
+_MASK = 0x7FFFFFFF
 
 _encode = msgspec.msgpack.Encoder().encode
 # Planning does not look at it.
@@ -126,13 +128,15 @@ def create(path: str) -> BinaryIO:
 
 
 class _Live:
-    """A request that has not ended: its sampling settings, by which plans name it, and the hash of its known tokens."""
+    """A request that has not ended."""
 
-    __slots__ = ("chain", "sampling")
+    __slots__ = ("chain", "peer", "request_id", "sampling")
 
-    def __init__(self, sampling: SamplingSpec, chain: "hashlib.blake2b") -> None:
-        self.sampling = sampling
-        self.chain = chain
+    def __init__(self, peer: bytes, request_id: int, sampling: SamplingSpec, chain: "hashlib.blake2b") -> None:
+        self.peer = peer
+        self.request_id = request_id
+        self.sampling = sampling  # an object of its own, by which plans name the request
+        self.chain = chain  # hash of all its known tokens
 
 
 class Recorder:
@@ -145,23 +149,25 @@ class Recorder:
     def __init__(
         self, handle: Callable[[Event], list[Command]], file: BinaryIO, header: Header, vocab_size: int
     ) -> None:
-        """`handle`: the core's. `file` is only written to; whoever opened it flushes and closes it."""
+        """`handle`: the core's. `file`: as `create` returns it."""
         self._handle = handle
-        self._file = file
+        self._file: BinaryIO | None = file
         self._vocab_size = vocab_size
         self._key = secrets.token_bytes(32)
-        self._live: dict[_Key, _Live] = {}
-        self._by_sampling: dict[int, _Key] = {}  # by id() of the settings in `_live`
-        self._rows: dict[int, _Key] = {}  # the worker's rows, as the newest plan leaves them
-        self._sampled: dict[int, list[_Key]] = {}  # step in flight -> whose tokens it samples, in order
+        self._live: dict[tuple[bytes, int], _Live] = {}  # by peer and request id
+        self._by_sampling: dict[int, _Live] = {}  # the same by id() of their sampling settings
+        self._rows: dict[int, _Live] = {}  # the worker's rows, as the newest plan leaves them
+        self._sampled: dict[int, list[_Live]] = {}  # step in flight -> whose tokens it samples, in order
         file.write(MAGIC)
         # The path is no setting of the core, and may tell more than the log is meant to.
         self._write(msgspec.structs.replace(header, config=msgspec.structs.replace(header.config, event_log="")))
 
     def handle(self, event: Event) -> list[Command]:
         """What the core's `handle` does, recorded."""
-        requests: list[_Key] = []
-        started: tuple[_Key, _Live] | None = None
+        if self._file is None:
+            return self._handle(event)
+        requests: list[_Live] = []
+        started: _Live | None = None
         recorded = event
         match event:
             case Arrived():
@@ -181,10 +187,23 @@ class Recorder:
         self._write(Entry(recorded, tuple(digest_of(plan) for plan in plans)))
         return commands
 
+    def flush(self) -> None:
+        """Give the system what has been recorded so far; to be called about once a second, and at the end."""
+        self._do_with_file(lambda file: file.flush())
+
     def _write(self, record: Header | Entry) -> None:
         data = _encode(record)
-        self._file.write(_LENGTH.pack(len(data)))
-        self._file.write(data)
+        self._do_with_file(lambda file: file.write(_LENGTH.pack(len(data)) + data))
+
+    def _do_with_file(self, action: Callable[[BinaryIO], object]) -> None:
+        """A full disk must not stop the server: recording ends with what could be written."""
+        if self._file is None:
+            return
+        try:
+            action(self._file)
+        except OSError as error:
+            log.error("the event log cannot be written any more and ends here: %s", error.strerror)
+            self._file = None
 
     # --- what plans and outputs say ---
 
@@ -196,10 +215,8 @@ class Recorder:
             self._rows[row] for row, sample in zip(columns[::4], columns[3::4], strict=True) if sample
         ]
 
-    def _forget_ended(
-        self, event: Event, outputs: list[tuple[bytes, StepOutputs]], started: tuple[_Key, _Live] | None
-    ) -> None:
-        ended: list[_Key] = []
+    def _forget_ended(self, event: Event, outputs: list[tuple[bytes, StepOutputs]], started: _Live | None) -> None:
+        ended: list[tuple[bytes, int]] = []
         match event:
             case Aborted(_, peer, request_ids):
                 ended += [(peer, request_id) for request_id in request_ids]
@@ -212,12 +229,11 @@ class Recorder:
                 (peer, row.request_id) for row in output.rows if isinstance(row, Failed) or row.finish is not None
             ]
         if started is not None:
-            key, live = started
+            key = (started.peer, started.request_id)
             if key in ended:
                 ended.remove(key)  # refused; should its id belong to an older request, that one goes on
             else:
-                self._live[key] = live
-                self._by_sampling[id(live.sampling)] = key
+                self._live[key] = self._by_sampling[id(started.sampling)] = started
         for key in ended:
             gone = self._live.pop(key, None)
             if gone is not None:
@@ -225,10 +241,10 @@ class Recorder:
 
     # --- hiding ---
 
-    def _arrived(self, event: Arrived) -> tuple[Arrived, Arrived, tuple[_Key, _Live]]:
+    def _arrived(self, event: Arrived) -> tuple[Arrived, Arrived, _Live]:
         """The event for the core, the one for the log, and what to know of the request should it be taken."""
         submit = event.submit
-        sampling = copy.copy(submit.sampling)  # an object of its own, by which plans name the request
+        sampling = copy.copy(submit.sampling)
         chain = hashlib.blake2b(submit.namespace.encode() + b"\0", key=self._key, digest_size=4)
         synthetic = msgspec.structs.replace(
             submit,
@@ -243,7 +259,7 @@ class Recorder:
         return (
             Arrived(event.time, event.peer, msgspec.structs.replace(submit, sampling=sampling)),
             Arrived(event.time, event.peer, synthetic),
-            ((event.peer, submit.request_id), _Live(sampling, chain)),
+            _Live(event.peer, submit.request_id, sampling, chain),
         )
 
     def _hide_name(self, name: str) -> str:
@@ -252,33 +268,37 @@ class Recorder:
 
     def _hide_prompt(self, chain: "hashlib.blake2b", tokens: bytes) -> bytes:
         """Synthetic int32 ids of `tokens`, which are added to `chain`."""
+        update, snapshot = chain.update, chain.copy
+        digests = []
+        for offset in range(0, len(tokens), 4):
+            update(tokens[offset : offset + 4])
+            digests.append(snapshot().digest())
+        synthetic = array("i", [number & _MASK or 1 for number in unpack_ints(b"".join(digests))])
         real = unpack_ints(tokens)
-        synthetic = array("i", _extend(chain, tokens))
         if real and (min(real) < 0 or max(real) >= self._vocab_size):
             for index, token in enumerate(real):
                 if not 0 <= token < self._vocab_size:
                     synthetic[index] = _OUTSIDE
         return synthetic.tobytes()
 
-    def _step_done(self, event: StepDone, requests: list[_Key], outputs: list[tuple[bytes, StepOutputs]]) -> StepDone:
+    def _step_done(self, event: StepDone, requests: list[_Live], outputs: list[tuple[bytes, StepOutputs]]) -> StepDone:
         result = event.result
-        taken: set[_Key] = set()
-        stopped: set[_Key] = set()
+        taken: dict[bytes, set[int]] = {}
+        stopped: dict[bytes, set[int]] = {}
         for peer, output in outputs:
-            taken.update((peer, request_id) for request_id in array("q", output.plain_ids))
-            for row in output.rows:
-                if isinstance(row, RowOutput):
-                    if row.token_ids:
-                        taken.add((peer, row.request_id))
-                    if row.finish == "stop":
-                        stopped.add((peer, row.request_id))
-        synthetic = array("i", bytes(len(result.token_ids)))
+            taken[peer] = set(unpack_int64s(output.plain_ids))
+            rows = [row for row in output.rows if isinstance(row, RowOutput)]
+            taken[peer].update(row.request_id for row in rows if row.token_ids)
+            stopped[peer] = {row.request_id for row in rows if row.finish == "stop"}
+        tokens = result.token_ids
+        synthetic = array("i", [_DROPPED]) * (len(tokens) // 4)
         ended = []
-        for index, key in enumerate(requests):
-            live = self._live.get(key)
-            if key in taken and live is not None:
-                synthetic[index] = _extend(live.chain, result.token_ids[4 * index : 4 * index + 4])[0]
-                if key in stopped:
+        for index, live in enumerate(requests):
+            if live.request_id in taken.get(live.peer, ()):
+                chain = live.chain
+                chain.update(tokens[4 * index : 4 * index + 4])
+                synthetic[index] = int.from_bytes(chain.copy().digest(), "little") & _MASK or 1
+                if live.request_id in stopped[live.peer]:
                     ended.append(index)
         hidden = StepResult(
             result.step,
@@ -288,16 +308,6 @@ class Recorder:
             sample_us=result.sample_us,
         )
         return StepDone(event.time, hidden, tuple(ended))
-
-
-def _extend(chain: "hashlib.blake2b", tokens: bytes) -> list[int]:
-    """Add int32 `tokens` to `chain` one by one; the synthetic id after each, from 1 to 2^31 - 1."""
-    update, snapshot, number = chain.update, chain.copy, int.from_bytes
-    ids = []
-    for offset in range(0, len(tokens), 4):
-        update(tokens[offset : offset + 4])
-        ids.append(number(snapshot().digest(), "little") & 0x7FFFFFFF or 1)
-    return ids
 
 
 class EventLog:

@@ -19,7 +19,7 @@ from config.schema import SchedulerConfig
 from scheduler_proc.block_pool import BlockPool
 from scheduler_proc.eviction import make_eviction
 from scheduler_proc.pins import Pins
-from scheduler_proc.radix_tree import Match, Node, RadixTree
+from scheduler_proc.radix_tree import Node, RadixTree
 from scheduler_proc.request import Request
 
 _STOCK_BLOCKS = 64  # kept free ahead of need where there is a host tier, since a copy out takes a plan's time
@@ -79,10 +79,7 @@ class KVManager:
 
     def cached_tokens(self, request: Request) -> int:
         """Leading tokens of a waiting request that both tiers of the cache hold."""
-        if not self._prefix_cache:
-            return 0
-        usable = (len(request.tokens) - 1) // self.block_size * self.block_size
-        return sum(self.tree.peek(request.tokens[:usable].tobytes(), request.namespace)) * self.block_size
+        return sum(self.tree.peek(self._reusable(request), request.namespace)) * self.block_size
 
     # --- admission ---
 
@@ -92,13 +89,17 @@ class KVManager:
         False, and nothing changes but copies out under way, when that would leave fewer than `reserve` blocks
         available. At least the last token is computed anew, since the next one is sampled from its logits.
         """
-        match = self._match_for(request)
-        if match is None:
+        tokens = self._reusable(request)
+        # A look first: a request that waits for room should not count as using its prefix again with each plan.
+        device, host = self.tree.peek(tokens, request.namespace)
+        if self.blocks_for(positions) - device + reserve > self.num_available or not self._make_room(host):
             return False
+        match = self.tree.match(tokens, request.namespace)
         if match.node is not None:
             self.tree.lock(match.node)
         needed = self.blocks_for(positions) - len(match.blocks)
-        if needed + reserve > self.num_available:
+        arriving = any(not self._arriving.isdisjoint(node.blocks) for node in match.host)
+        if needed + reserve > self.num_available or arriving:
             if match.node is not None:
                 self.tree.unlock(match.node)
             return False
@@ -117,26 +118,17 @@ class KVManager:
             self._reused(request, request.num_shared)
         return True
 
-    def _match_for(self, request: Request) -> Match | None:
-        """The cached prefix, with room made for its part on the host; None when that takes until the next plan."""
+    def _reusable(self, request: Request) -> bytes:
+        """The token ids of which cached KV can be used: whole blocks, and not the last token."""
         if not self._prefix_cache:
-            return Match([], None, [])
-        usable = (len(request.tokens) - 1) // self.block_size * self.block_size
-        tokens = request.tokens[:usable].tobytes()
-        match = self.tree.match(tokens, request.namespace)
-        wanted = sum(len(node.blocks) for node in match.host)
-        if wanted > self.pool.num_free:
-            if match.node is not None:
-                self.tree.lock(match.node)
-            self._make_free(wanted)
-            if match.node is not None:
-                self.tree.unlock(match.node)
-            if wanted > self.pool.num_free and self.pool.num_in_transit:
-                return None
-            match = self.tree.match(tokens, request.namespace)
-        if any(not self._arriving.isdisjoint(node.blocks) for node in match.host):
-            return None
-        return match
+            return b""
+        return request.tokens[: (len(request.tokens) - 1) // self.block_size * self.block_size].tobytes()
+
+    def _make_room(self, count: int) -> bool:
+        """Free blocks for a prefix that is on the host; False when they are free only for the next plan."""
+        if count > self.pool.num_free:
+            self._make_free(count)
+        return count <= self.pool.num_free or not self.pool.num_in_transit
 
     def _promote(self, request: Request, nodes: list[Node]) -> None:
         """Bring as much of a prefix as fits from the host back into the pool."""

@@ -55,7 +55,12 @@ class Tokenizer:
         self._service = Service(
             vocabulary,
             self._encoder,
-            Limits(model, spec.arch.eos_token_ids, spec.num_blocks * spec.config.scheduler.block_size),
+            Limits(
+                model,
+                spec.arch.eos_token_ids,
+                spec.num_blocks * spec.config.scheduler.block_size,
+                spec.config.scheduler.stop_on_loop,
+            ),
             max_encoding=spec.config.scheduler.max_queue_requests,
             to_client=lambda peer, message: self._clients.send(peer, message),
             to_scheduler=lambda message: self._scheduler.send(message),

@@ -36,7 +36,7 @@ step   --running requests with contexts of --context tokens decode, two steps in
 All times are CPU time of the thread: on an idle machine what a clock on the wall says, and on a busy one without the
 waiting. Caches and clock rate still depend on the neighbours: look at the load average that is printed.
 
-  python -m tools.bench_scheduler                          all of it, about two minutes
+  python -m tools.bench_scheduler                          all of it, about half a minute
   python -m tools.bench_scheduler --only tree --blocks 10000
   python -m tools.bench_scheduler --only step --running 256 --steps 1000
 """

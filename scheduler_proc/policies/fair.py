@@ -93,12 +93,14 @@ class DeficitRoundRobin(Policy):
                 heads.append((self._ring[index], index, head))
         if not heads:
             return None
-        turns, place = min(
-            (max(1, -((tenant.deficit - self._cost(head)) // QUANTUM)), place)
-            for place, (tenant, _, head) in enumerate(heads)
-        )
+        quanta = [
+            max(0, -((tenant.deficit - self._cost(head)) // QUANTUM)) for tenant, _, head in heads
+        ]  # that it lacks
+        turns, place = min((max(1, lacking), place) for place, lacking in enumerate(quanta))
         for other, (tenant, _, _) in enumerate(heads):
-            tenant.deficit += QUANTUM * (turns if other <= place else turns - 1)
+            # One that could have started before, and was held up as a long request, does not gain by it.
+            if quanta[other]:
+                tenant.deficit += QUANTUM * (turns if other <= place else turns - 1)
         _, index, head = heads[place]
         self._rounds += turns if index <= self._turn else turns - 1
         self._turn = index
@@ -122,7 +124,6 @@ class DeficitRoundRobin(Policy):
         del self._ring[index]
         if index <= self._turn:
             self._turn -= 1
-        tenant.deficit = min(0, tenant.deficit)
         tenant.left_in = self._rounds
 
     def __len__(self) -> int:

@@ -19,7 +19,8 @@ import pytest
 from tests.e2e.server import Server, is_alive
 from tests.e2e.sse import Answer, client_session, post
 
-FLAGS = ("--served-model-name", "smol", "--dtype", "float32", "--kv-memory", "256MiB", "--max-restarts", "1000")
+FLAGS = ("--served-model-name", "smol", "--dtype", "float32", "--kv-memory", "256MiB", "--threads", "1")
+RESTARTS = ("--max-restarts", "1000")
 PATIENCE = 120.0  # seconds; only how long a test that fails takes
 PROMPTS = ("Once upon a time", "The capital of France is", "def fibonacci(n):", "Dear Sir or Madam,")
 
@@ -27,11 +28,11 @@ PROMPTS = ("Once upon a time", "The capital of France is", "def fibonacci(n):", 
 @pytest.fixture(scope="module")
 def engine(model_path: Path) -> Iterator[Server]:
     """One server for all deaths of this module."""
-    with Server(model_path, *FLAGS) as running:
+    with Server(model_path, *FLAGS, *RESTARTS) as running:
         yield running
 
 
-def request_of(number: int, max_tokens: int = 48, words: int = 0) -> dict[str, Any]:
+def request_of(number: int, max_tokens: int = 32, words: int = 0) -> dict[str, Any]:
     """Every second one is greedy, the others are sampled with a seed; `words` lengthen the prompt."""
     sampling = {"temperature": 0} if number % 2 == 0 else {"temperature": 1.0, "seed": number}
     context = " ".join(f"Item {number}.{word} of the list." for word in range(words))
@@ -187,7 +188,7 @@ def test_a_killed_rank_of_three_takes_the_others_with_it_and_all_come_back(model
             assert replaced == {"worker-0", "worker-1", "worker-2"}
             assert not any(is_alive(before[role]) for role in replaced)
 
-    with Server(model_path, *FLAGS, "--tp", "3", "--threads", "1") as server:
+    with Server(model_path, *FLAGS, "--tp", "3") as server:
         asyncio.run(main(server))
         assert server.stderr.count("was killed by signal") == 1
 

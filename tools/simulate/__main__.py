@@ -12,7 +12,7 @@ import msgspec
 from config.sources import ConfigError
 from scheduler_proc.event_log import EventLogError, create, is_event_log
 from tools.simulate.cache_study import STUDY_LABELS, study, study_rows
-from tools.simulate.costs import CostError, StepCost, parse_cost
+from tools.simulate.costs import DEFAULT_COST, CostError, StepCost, parse_cost
 from tools.simulate.page import page
 from tools.simulate.replay import cost_from_log, replay, trace_from_log
 from tools.simulate.report import latency_rows, summary_rows
@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TraceError, EventLogError, CostError, ConfigError, UsageError, SimulationError) as error:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror}", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
     return 2
@@ -155,7 +156,7 @@ def _simulate(arguments: argparse.Namespace, trace: list[TraceRequest]) -> int:
 def _cost(text: str) -> tuple[StepCost, str]:
     """Costs and where they come from."""
     if not text.startswith("fit:"):
-        return parse_cost(text), "given" if text else "default"
+        return parse_cost(text), "the default" if text == str(DEFAULT_COST) else "given"
     fit = cost_from_log(Path(text.removeprefix("fit:")))
     return fit.cost, f"fitted to {fit.steps:,} steps, median error {fit.median_error:.1%}"
 

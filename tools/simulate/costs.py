@@ -77,7 +77,7 @@ class StepCost:
         return max(forward, shape.copies * copy_us / 1e6)
 
     def __str__(self) -> str:
-        return ",".join(f"{value:.4g}" for value in astuple(self))
+        return ",".join(f"{value:.6g}" for value in astuple(self))
 
 
 # SmolLM2-135M (Q4_1 file, bfloat16) on the plain-torch backend with two cores: see docs/simulate.md.

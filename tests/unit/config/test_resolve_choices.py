@@ -243,3 +243,8 @@ def test_resolve_does_not_touch_what_it_is_given() -> None:
     config = Config()
     resolve(config, SMOLLM2_135M, BF16_MACHINE)
     assert config == Config()
+
+
+def test_one_repeat_is_no_loop() -> None:
+    with pytest.raises(ConfigError, match="--stop-on-loop 1: must be 0 or at least 2"):
+        settle("--stop-on-loop", "1")

@@ -1,5 +1,6 @@
 """The event log: it hides what it must, keeps what planning needs, and survives being cut off."""
 
+import errno
 import io
 import os
 import random
@@ -8,6 +9,7 @@ import struct
 from array import array
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -415,6 +417,36 @@ def test_a_log_is_private_and_the_last_one_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "events.log.old").read_bytes() == b"first"
     with pytest.raises(OSError, match="No such file"):
         create(str(tmp_path / "nowhere" / "events.log"))
+
+
+class FullDisk(io.BytesIO):
+    """Takes so many bytes."""
+
+    room = 4000
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = SchedulerConfig(max_step_tokens=64, prefill_chunk=64)
+    core = SchedulerCore(config, num_blocks=64, max_model_len=256, vocab_size=1000)
+    disk = FullDisk()
+    header = Header(config=config, num_blocks=64, num_host_blocks=0, max_model_len=256)
+    recorder = Recorder(core.handle, disk, header, 1000)
+    recorder.handle(EngineReady(0.0))
+    for number in range(60):
+        recorder.handle(submit(number, [1, 2, 3]))
+        recorder.flush()
+    assert len(core.requests) == 60
+    assert [record.message.count("No space left") for record in caplog.records] == [1]
+    path = tmp_path / "log"
+    path.write_bytes(disk.getvalue())
+    result = replay(path)
+    assert result.difference == ""
+    assert 10 < result.events < 61
 
 
 def test_the_recorder_forgets_requests_that_have_ended() -> None:

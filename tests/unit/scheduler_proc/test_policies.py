@@ -414,7 +414,7 @@ class TestFairShares:
         assert [order >= 21 for order in start_order(policy)[:6]] in ([True, False] * 3, [False, True] * 3)
 
     def test_an_idle_engine_forgives(self) -> None:
-        """What a tenant used while nobody else waited is not held against it."""
+        """What a tenant used while nobody waited, or before the queue was last empty, is not held against it."""
         policy = make("fair")
         alone = make_request(0, tenant="a", prompt=QUANTUM)
         policy.add(alone)
@@ -422,6 +422,26 @@ class TestFairShares:
         start(policy, alone)
         alone.num_planned += 100 * QUANTUM
         policy.served(alone, 100 * QUANTUM)
+        other = make_request(100, tenant="b", prompt=QUANTUM)
+        policy.add(other)
+        policy.served(alone, 100 * QUANTUM)
+        assert policy.first(0.0, True) is other
+        start(policy, other)
         for order in range(1, 7):
-            policy.add(make_request(order, tenant="ab"[order % 2], prompt=QUANTUM))
+            policy.add(make_request(order, tenant="ba"[order % 2], prompt=QUANTUM))
         assert start_order(policy) == [1, 2, 3, 4, 5, 6]
+
+    def test_long_requests_that_are_held_up_hoard_nothing(self) -> None:
+        policy = make("fair")
+        for order in range(20):
+            policy.add(make_request(order, tenant="long", prompt=4 * QUANTUM, is_long=True))
+        for order in range(20, 90):
+            policy.add(make_request(order, tenant="short", prompt=QUANTUM))
+        for _ in range(50):  # as the planner asks while too many long ones are being computed
+            policy.first(0.0, True)
+            request = policy.first(0.0, False)
+            assert request is not None
+            start(policy, request)
+        owners = [order >= 20 for order in start_order(policy)]
+        assert owners.index(True) <= 2
+        assert owners[:25].count(False) in (5, 6, 7)  # four quanta each, against one

@@ -1,7 +1,7 @@
 """How one choice turns rows into text, usage and an end."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ipc.codec import pack_floats, pack_ints, unpack_ints
@@ -222,6 +222,7 @@ _stops = st.lists(st.sampled_from(["a", "ab", "llo h", "é", "\U0001f336", "xyz"
     st.booleans(),
     st.integers(0, 4),
 )
+@example("hello hello", [], ("llo h",), False, 0)  # a part of a token is held back
 def test_plain_tokens_mean_the_same_as_rows(
     text: str, more: list[int], stop: tuple[str, ...], include: bool, min_tokens: int
 ) -> None:
