@@ -11,7 +11,7 @@ class Policy(ABC):
     """Holds the waiting requests. Times are seconds on the clock of the events.
 
     A policy decides the order alone; whether the first one fits is the planner's business, and while it does not,
-    nobody behind it starts (else a large request could starve). Every policy bounds how long a request can be overtaken.
+    nobody behind it starts (else a large request could starve). Every policy bounds how long it lets one be overtaken.
     """
 
     def __init__(self, config: SchedulerConfig, cached_tokens: Callable[[Request], int]) -> None:

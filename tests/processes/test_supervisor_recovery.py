@@ -1,5 +1,6 @@
 """The supervisor with fake roles: who is replaced after a death, how often, and when it gives up."""
 
+import contextlib
 import json
 import os
 import signal
@@ -70,7 +71,7 @@ def test_a_death_replaces_only_those_who_cannot_go_on_without_the_dead(
     assert killed in launcher.pids(victim)
 
 
-def test_the_specification_of_a_successor_is_as_private_as_the_first_one(launch: Launch) -> None:
+def test_private_specs(launch: Launch) -> None:
     launcher = launch()
     launcher.wait_ready()
     kill(launcher, "frontend-0")
@@ -104,12 +105,12 @@ def test_deaths_that_come_together_are_all_made_good(launch: Launch) -> None:
     for victim in ("worker-0", "scheduler-0", "tokenizer-1", "frontend-0"):
         kill(launcher, victim)
     wait_for(
-        lambda: all(launcher.lives(place) == 2 for place in PLACES if place not in ("tokenizer-0", "frontend-1")),
+        lambda: all(launcher.lives(place) >= 2 for place in PLACES if place not in ("tokenizer-0", "frontend-1")),
         "the successors",
     )
     wait_for(lambda: launcher.errors.count("back after") == 3, "their start")
     assert launcher.lives("tokenizer-0") == launcher.lives("frontend-1") == 1
-    assert launcher.lives("worker-1") == 2
+    assert all(sum(map(is_alive, launcher.pids(place))) == 1 for place in PLACES)
     assert stop(launcher) == 1
 
 
@@ -117,7 +118,7 @@ def test_a_death_during_a_recovery_counts_again_and_begins_it_anew(launch: Launc
     launcher = launch("--tp", "2", "--max-restarts", "2", behaviour={"worker-1": ["obey", "loading", "obey"]})
     launcher.wait_ready()
     kill(launcher, "worker-0")
-    wait_for(lambda: "worker-1 loading" in launcher.events, "the second life")
+    wait_for(lambda: "worker-1 loading" in launcher.events and launcher.lives("worker-0") == 2, "the second life")
     kill(launcher, "worker-1")
     wait_for(lambda: "worker 0, worker 1 are back after" in launcher.errors, "the recovery")
     assert launcher.lives("worker-0") == launcher.lives("worker-1") == 3
@@ -172,8 +173,12 @@ def test_repeated_deaths_do_not_stretch_the_recovery_timeout(launch: Launch) -> 
     began = time.monotonic()
     while launcher.process.poll() is None and time.monotonic() < began + 30:
         lives = launcher.lives("worker-0")
-        kill(launcher, "worker-0")
-        wait_for(lambda before=lives: launcher.lives("worker-0") > before or launcher.process.poll() is not None, "")
+        with contextlib.suppress(ProcessLookupError):  # the launcher has just given up
+            kill(launcher, "worker-0")
+        wait_for(
+            lambda before=lives: launcher.lives("worker-0") > before or launcher.process.poll() is not None,
+            "the next life or the end",
+        )
     assert launcher.wait_end() == 1
     assert launcher.lives("worker-0") > 2
     assert "was not back within --recovery-timeout 4 seconds" in launcher.errors

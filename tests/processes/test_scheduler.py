@@ -1,0 +1,347 @@
+"""The scheduler process on real sockets, between scripted ranks and a scripted tokenizer: losses and returns."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import zmq
+
+from config.schema import ChildSpec, Config, Endpoints, ModelArch, ModelConfig, SchedulerConfig, WorkerConfig
+from ipc.channels import AsyncDealer, LinkError, StatsSubscriber, new_incarnation
+from ipc.codec import Decoder, pack_ints, unpack_int64s, unpack_ints
+from ipc.control import Drain, Fail, Order
+from ipc.messages import (
+    Failed,
+    FromScheduler,
+    SamplingSpec,
+    SchedulerReady,
+    Stats,
+    StepOutputs,
+    StepPlan,
+    Submit,
+    TokenizerHello,
+    ToWorker,
+    WorkerReady,
+)
+from scheduler_proc.main import Scheduler
+from tests.unit.ipc.test_channels import until
+from tests.unit.scheduler_proc.fake_worker import VOCABULARY, FakeWorker, continuation
+
+NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS = 64, 4, 8
+GREEDY = SamplingSpec(0.0, 0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, b"", b"", 0, b"", -1)
+ARCH = ModelArch(
+    family="llama",
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    vocab_size=VOCABULARY,
+    max_position=512,
+)
+incarnations = itertools.count(new_incarnation())
+
+
+class Launcher:
+    """What a `Control` is for: takes reports, gives orders."""
+
+    def __init__(self) -> None:
+        self.is_ready = False
+        self.order: Callable[[Order], object] = lambda order: None
+
+    def listen(self, on_order: Callable[[Order], object]) -> None:
+        self.order = on_order
+
+    def stage(self, name: str, fraction: float | None = None) -> None:
+        pass
+
+    def ready(self, detail: str = "") -> None:
+        self.is_ready = True
+
+
+class Rank:
+    """One rank; it keeps plans until `work` lets it answer, and computes like `FakeWorker`."""
+
+    def __init__(self, endpoint: str, index: int, incarnation: int, *, quick: bool = True) -> None:
+        self.plans: list[StepPlan] = []
+        self.alive = True
+        self.quick = quick
+        self._index = index
+        self._worker = FakeWorker(NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS)
+        self.dealer: AsyncDealer[ToWorker] = AsyncDealer(
+            endpoint, Decoder(ToWorker), b"rank%d" % index, self._on_plan, self._hello, lambda: None, incarnation
+        )
+        self.dealer.start()
+
+    def _hello(self) -> None:
+        self.dealer.send(WorkerReady(self._index, NUM_BLOCKS))
+
+    def _on_plan(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        if self.quick:
+            self.work()
+
+    def work(self) -> None:
+        """Execute the oldest plan; rank 0 answers."""
+        plan = self.plans.pop(0)
+        self._worker.next_step = plan.step
+        result = self._worker.execute(plan)
+        if self._index == 0:
+            self.dealer.send(result)
+
+    def die(self) -> None:
+        if self.alive:
+            self.alive = False
+            self.dealer.close()
+
+
+class Tokenizer:
+    """Submits requests and collects their tokens."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.ended: dict[int, str] = {}
+        self.welcomes = 0
+        self._left = False
+        self.dealer: AsyncDealer[FromScheduler] = AsyncDealer(
+            endpoint, Decoder(FromScheduler), b"tok0", self._take, self._hello, lambda: None
+        )
+        self.dealer.start()
+
+    def _hello(self) -> None:
+        self.dealer.send(TokenizerHello(0))
+
+    def leave(self) -> None:
+        if not self._left:
+            self._left = True
+            self.dealer.close()
+
+    def submit(self, request_id: int, prompt: list[int], max_tokens: int) -> None:
+        self.tokens[request_id] = []
+        self.dealer.send(Submit(request_id, pack_ints(prompt), max_tokens, 0, b"", GREEDY))
+
+    def _take(self, message: FromScheduler) -> None:
+        if isinstance(message, SchedulerReady):
+            self.welcomes += 1
+            return
+        assert isinstance(message, StepOutputs)
+        for request_id, token in zip(unpack_int64s(message.plain_ids), unpack_ints(message.plain_tokens), strict=True):
+            assert request_id not in self.ended
+            self.tokens[request_id].append(token)
+        for row in message.rows:
+            assert row.request_id not in self.ended
+            if isinstance(row, Failed):
+                self.ended[row.request_id] = row.message
+                continue
+            self.tokens[row.request_id] += unpack_ints(row.token_ids)
+            if row.finish is not None:
+                self.ended[row.request_id] = row.finish
+
+
+class Setting:
+    def __init__(self, directory: Path, tp: int) -> None:
+        self.spec = ChildSpec(
+            role="scheduler",
+            index=0,
+            config=Config(
+                model=ModelConfig(max_model_len=128),
+                scheduler=SchedulerConfig(
+                    max_seqs=MAX_SEQS, block_size=BLOCK_SIZE, max_step_tokens=32, prefill_chunk=32
+                ),
+                worker=WorkerConfig(tp=tp),
+            ),
+            arch=ARCH,
+            model_path="",
+            served_names=(),
+            endpoints=Endpoints(
+                clients=(),
+                scheduler=f"ipc://{directory}/scheduler",
+                workers=f"ipc://{directory}/workers",
+                stats=f"ipc://{directory}/stats",
+            ),
+            run_dir=str(directory),
+            incarnation=next(incarnations),
+            kv_memory_bytes=0,
+            num_blocks=NUM_BLOCKS,
+        )
+        self.launcher = Launcher()
+        self.errors: list[BaseException | None] = []
+        self.stats: list[Stats] = []
+        self.ranks: list[Rank] = []
+
+    def start_ranks(self, *, quick: bool = True) -> list[Rank]:
+        """A new generation."""
+        incarnation = next(incarnations)
+        tp = self.spec.config.worker.tp
+        ranks = [Rank(self.spec.endpoints.workers, index, incarnation, quick=quick) for index in range(tp)]
+        self.ranks += ranks
+        return ranks
+
+
+@asynccontextmanager
+async def running(directory: Path, *, tp: int = 1) -> AsyncIterator[tuple[Setting, Tokenizer]]:
+    """A scheduler whose ranks have not come yet. It must end by the drain order, unless it has failed before."""
+    setting = Setting(directory, tp)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: setting.errors.append(context.get("exception")))
+    scheduler = Scheduler(setting.spec, setting.launcher)  # type: ignore[arg-type]
+    served = asyncio.create_task(scheduler.run())
+    subscriber = StatsSubscriber(setting.spec.endpoints.stats, setting.stats.append, lambda: None)
+    subscriber.start()
+    await until(lambda: bool(setting.stats))
+    tokenizer = Tokenizer(setting.spec.endpoints.scheduler)
+    try:
+        yield setting, tokenizer
+    finally:
+        setting.launcher.order(Drain())
+        assert await served == 0
+        for rank in setting.ranks:
+            rank.die()
+        tokenizer.leave()
+        subscriber.close()
+        scheduler._tokenizers.close()
+        scheduler._workers.close()
+        scheduler._publisher.close()
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(body(), 60))  # type: ignore[arg-type]
+
+
+def test_requests_go_on_in_the_next_generation_of_ranks(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with running(tmp_path) as (setting, tokenizer):
+            [first] = setting.start_ranks(quick=False)
+            await until(lambda: setting.launcher.is_ready and tokenizer.welcomes == 1)
+            prompts = {1: [1, 2, 3, 4, 5], 2: [6, 7, 8]}
+            for request_id, prompt in prompts.items():
+                tokenizer.submit(request_id, prompt, 20)
+            while len(tokenizer.tokens[1]) < 7:
+                if first.plans:
+                    first.work()
+                await asyncio.sleep(0.001)
+            assert len(tokenizer.tokens[2]) > 0
+            first.die()
+            await until(lambda: not setting.stats[-1].engine_ready)
+            assert setting.stats[-1].waiting == 2
+            prompts[3] = [9, 10]
+            tokenizer.submit(3, prompts[3], 20)
+            await until(lambda: setting.stats[-1].waiting == 3)
+            setting.start_ranks()
+            await until(lambda: len(tokenizer.ended) == 3)
+            for request_id, prompt in prompts.items():
+                assert tokenizer.tokens[request_id] == continuation(prompt, 20, frozenset())
+            await until(lambda: setting.stats[-1].engine_ready and setting.stats[-1].recoveries == 1)
+            assert tokenizer.welcomes == 1, "the tokenizers notice nothing"
+        assert setting.errors == []
+
+    run(body)
+
+
+def test_successors_may_connect_before_the_loss_of_their_predecessors_is_noticed(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with running(tmp_path, tp=2) as (setting, tokenizer):
+            old = setting.start_ranks(quick=False)
+            await until(lambda: setting.launcher.is_ready)
+            tokenizer.submit(1, [1, 2, 3], 10)
+            await until(lambda: len(old[0].plans) == 2 == len(old[1].plans))
+            # The old connections still stand, with two steps in flight.
+            setting.start_ranks()
+            await until(lambda: 1 in tokenizer.ended)
+            assert tokenizer.tokens[1] == continuation([1, 2, 3], 10, frozenset())
+            await until(lambda: setting.stats[-1].recoveries == 1)
+        assert setting.errors == []
+
+    run(body)
+
+
+def test_one_lost_rank_is_enough_and_results_of_the_others_no_longer_count(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with running(tmp_path, tp=3) as (setting, tokenizer):
+            old = setting.start_ranks(quick=False)
+            await until(lambda: setting.launcher.is_ready)
+            tokenizer.submit(1, [1, 2, 3], 10)
+            await until(lambda: len(old[0].plans) == 2)
+            old[2].die()
+            await until(lambda: not setting.stats[-1].engine_ready)
+            old[0].work()  # late
+            await asyncio.sleep(0.05)
+            assert tokenizer.tokens[1] == []
+            new = setting.start_ranks()
+            await until(lambda: 1 in tokenizer.ended)
+            assert tokenizer.tokens[1] == continuation([1, 2, 3], 10, frozenset())
+            assert all(rank.dealer.connected for rank in new)
+        assert setting.errors == []
+
+    run(body)
+
+
+def test_a_tokenizer_that_comes_during_a_recovery_is_welcome(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with running(tmp_path) as (setting, tokenizer):
+            [first] = setting.start_ranks()
+            await until(lambda: setting.launcher.is_ready)
+            first.die()
+            await until(lambda: not setting.stats[-1].engine_ready)
+            tokenizer.leave()
+            again = Tokenizer(setting.spec.endpoints.scheduler)
+            await until(lambda: again.welcomes == 1)
+            again.submit(1, [5, 6], 4)
+            setting.start_ranks()
+            await until(lambda: 1 in again.ended)
+            assert again.tokens[1] == continuation([5, 6], 4, frozenset())
+            again.leave()
+        assert setting.errors == []
+
+    run(body)
+
+
+def test_nobody_is_welcome_before_all_ranks_have_come_once(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with running(tmp_path, tp=2) as (setting, tokenizer):
+            rank = Rank(setting.spec.endpoints.workers, 0, next(incarnations))
+            setting.ranks.append(rank)
+            await until(lambda: rank.dealer.connected and tokenizer.dealer.connected)
+            await asyncio.sleep(0.1)
+            assert not setting.launcher.is_ready
+            assert tokenizer.welcomes == 0
+            assert not setting.stats[-1].engine_ready
+        assert setting.errors == []
+
+    run(body)
+
+
+def test_a_fail_order_ends_every_request_with_its_reason(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with running(tmp_path) as (setting, tokenizer):
+            [rank] = setting.start_ranks()
+            await until(lambda: setting.launcher.is_ready)
+            rank.die()
+            await until(lambda: not setting.stats[-1].engine_ready)
+            for request_id in (1, 2):
+                tokenizer.submit(request_id, [1, 2, 3], 10)
+            await until(lambda: setting.stats[-1].waiting == 2)
+            setting.launcher.order(Fail("the ranks did not come back"))
+            await until(lambda: len(tokenizer.ended) == 2)
+            assert set(tokenizer.ended.values()) == {"the ranks did not come back"}
+
+    run(body)
+
+
+def test_a_rank_that_cannot_be_trusted_is_an_error_of_the_process(tmp_path: Path) -> None:
+    """Cut off, it would live on, and nobody would replace it."""
+
+    async def body() -> None:
+        async with running(tmp_path) as (setting, _):
+            socket = zmq.Context.instance().socket(zmq.DEALER)
+            socket.set(zmq.IDENTITY, b"rank0")
+            socket.connect(setting.spec.endpoints.workers)
+            socket.send_multipart((b"no header", b""))
+            await until(lambda: bool(setting.errors))
+            assert isinstance(setting.errors[0], LinkError)
+            socket.close(0)
+
+    run(body)
