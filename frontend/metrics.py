@@ -99,7 +99,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats
-        used = stats.blocks_private + stats.blocks_in_transit
+        used = stats.blocks_total - stats.blocks_free - stats.blocks_unused
         for name, text, gauge in (
             ("num_requests_running", "requests that take part in steps", stats.running),
             ("num_requests_waiting", "requests that wait to run", stats.waiting),

@@ -8,7 +8,7 @@ DEALER gets with a lower one was meant for a predecessor of the same name, and i
 
 A peer that dies is noticed by its connection, not by a timeout: a DEALER hears it from its socket monitor, a ROUTER
 (whose monitor does not say whom it lost) then probes each peer with an empty message that ROUTER_MANDATORY refuses to
-send to one that is gone. One `zmq.Context` per process; all sockets are used from one thread only.
+send to one that is gone. The monitor can be ahead of the socket, so it probes several times. One `zmq.Context` per process; all sockets are used from one thread only.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -37,6 +38,7 @@ _MAX_BACKLOG = 8192  # messages kept here for a peer whose queue is full, before
 _MAX_INCARNATION = 1 << 63  # a clock of nanoseconds gets there in the year 2262
 _MAX_ENDED = 1024  # ended sessions whose late messages are still recognised
 _RETRY_SECONDS = 0.005
+_PROBE_SECONDS = (0.01, 0.1, 1.0)  # between the probes for a peer that is gone
 
 
 class LinkError(Exception):
@@ -155,6 +157,11 @@ class _AsyncSocket:
         if self._loop is not None:
             retry()
 
+    def later(self, seconds: float, action: Callable[[], None]) -> asyncio.TimerHandle:
+        """Call `action` after so many seconds, unless this is closed by then."""
+        assert self._loop is not None
+        return self._loop.call_later(seconds, lambda: self._loop and action())
+
     def close(self) -> None:
         if self._loop is not None:
             self._loop.remove_reader(self.socket.fileno())
@@ -190,6 +197,7 @@ class AsyncRouter(Generic[In]):
         self._on_lost = on_lost
         self._inbound: dict[bytes, _Inbound] = {}
         self._outbound: dict[bytes, _Outbound] = {}
+        self._next_probe: asyncio.TimerHandle | None = None
         self._ended: dict[bytes, int] = {}  # oldest session still wanted; in order, so that the first can be forgotten
         socket = _open(zmq.ROUTER)
         socket.set(zmq.ROUTER_MANDATORY, 1)
@@ -296,6 +304,12 @@ class AsyncRouter(Generic[In]):
         self._on_message(peer, message)
 
     def _on_event(self, event: int) -> None:
+        if self._next_probe is not None:
+            self._next_probe.cancel()
+        self._probe(0)
+
+    def _probe(self, number: int) -> None:
+        """Find out who is gone, now and a few times more."""
         for peer in list(self._inbound):
             try:
                 self._io.socket.send_multipart((peer, b""), zmq.NOBLOCK)
@@ -306,6 +320,9 @@ class AsyncRouter(Generic[In]):
                     raise
                 self._lose(peer)
         self._io.sent()
+        self._next_probe = None
+        if number < len(_PROBE_SECONDS):
+            self._next_probe = self._io.later(_PROBE_SECONDS[number], partial(self._probe, number + 1))
 
     def close(self) -> None:
         self._io.close()

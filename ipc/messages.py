@@ -333,8 +333,8 @@ class Stats(Message, frozen=True):
     waiting: int
     blocks_total: int
     blocks_free: int
-    blocks_cached: int  # held by the prefix cache alone
-    blocks_private: int  # referred to by running requests
+    blocks_cached: int  # held by the prefix cache, in use or not
+    blocks_private: int  # of running requests, and not (yet) in the prefix cache
     blocks_in_transit: int  # released, but named by a step that has not come back yet
     prompt_tokens: int  # admitted
     cached_tokens: int  # of which found in the prefix cache
@@ -359,3 +359,4 @@ class Stats(Message, frozen=True):
     host_blocks_used: int = 0
     pinned_blocks: int = 0
     loop_stops: int = 0
+    blocks_unused: int = 0  # of the cached ones: those that nobody uses at the moment

@@ -17,6 +17,7 @@ class BatchGate:
 
     def __init__(self, batching: Batching, max_seqs: int, wait: float) -> None:
         self._continuous = batching == "continuous"
+        self._max_seqs = max_seqs
         self._wait = math.inf if batching == "static" else wait
         self.min_batch = max_seqs  # how many make a batch full: lower when fewer can come
         self._places = 0  # left in the batch that is being admitted
@@ -29,8 +30,8 @@ class BatchGate:
         if running:
             return (waiting if self._continuous else self._places), None
         if waiting >= self.min_batch or now >= oldest + self._wait:
-            self._places = waiting
-            return waiting, None
+            self._places = min(waiting, self._max_seqs)
+            return self._places, None
         return 0, oldest + self._wait
 
     def joined(self) -> None:

@@ -380,6 +380,7 @@ class SchedulerCore:
             host_blocks_used=kv.host.total - kv.host.num_free - kv.host.num_in_transit,
             pinned_blocks=kv.pins.num_blocks,
             loop_stops=counters.loop_stops,
+            blocks_unused=kv.tree.num_evictable,
         )
 
 

@@ -1,6 +1,7 @@
 """What goes into the scheduler core and what comes out: plain data, no sockets, no clock.
 
-Times are seconds on one monotonic clock; they come in with the events.
+Times are seconds on one monotonic clock; they come in with the events. Events are tagged, so that `event_log` can write
+them as they are.
 """
 
 from msgspec import Struct

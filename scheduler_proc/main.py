@@ -26,6 +26,7 @@ from ipc.messages import (
     WorkerReady,
 )
 from scheduler_proc.core import SchedulerCore
+from scheduler_proc.event_log import Header, Recorder, create
 from scheduler_proc.events import (
     Aborted,
     Arrived,
@@ -65,6 +66,7 @@ class Scheduler:
             max_model_len=max_model_len,
             vocab_size=spec.arch.vocab_size,
         )
+        self._recorder = self._start_recording(spec, max_model_len)
         to_scheduler: Decoder[ToScheduler] = Decoder(ToScheduler)
         from_worker: Decoder[FromWorker] = Decoder(FromWorker)
         self._tokenizers = AsyncRouter(
@@ -91,13 +93,34 @@ class Scheduler:
         self._control.stage("waiting for the ranks")
         while not self._ended.is_set():
             self._publish()
+            if self._recorder is not None:
+                self._recorder.flush()
             try:
                 async with asyncio.timeout(_STATS_SECONDS):
                     await self._ended.wait()
             except TimeoutError:
                 continue
         await asyncio.sleep(_FLUSH_SECONDS)
+        if self._recorder is not None:
+            self._recorder.flush()
         return 0
+
+    def _start_recording(self, spec: ChildSpec, max_model_len: int) -> Recorder | None:
+        """Of the core's events, when that is wanted. StartError when the log cannot be created."""
+        config = spec.config.scheduler
+        if not config.event_log:
+            return None
+        try:
+            file = create(config.event_log)
+        except OSError as error:
+            raise StartError(f"--event-log {config.event_log}: {error.strerror}") from None
+        header = Header(
+            config=config,
+            num_blocks=spec.num_blocks,
+            num_host_blocks=spec.num_host_blocks,
+            max_model_len=max_model_len,
+        )
+        return Recorder(self.core.handle, file, header, spec.arch.vocab_size)
 
     def _publish(self) -> None:
         self._publisher.send(self.core.stats(time.monotonic(), time.time()))
@@ -113,10 +136,11 @@ class Scheduler:
         if self._handling:
             return  # a send found its peer gone: that loss is an event of its own, after the commands under way
         self._handling = True
+        handle = self.core.handle if self._recorder is None else self._recorder.handle
         try:
             while self._events:
                 self._set_timer(None)
-                for command in self.core.handle(self._events.popleft()):
+                for command in handle(self._events.popleft()):
                     self._carry_out(command)
         finally:
             self._handling = False

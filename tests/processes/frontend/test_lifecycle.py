@@ -29,6 +29,7 @@ STATS = Stats(
     blocks_cached=20,
     blocks_private=29,
     blocks_in_transit=1,
+    blocks_unused=20,
     prompt_tokens=1000,
     cached_tokens=400,
     computed_tokens=900,
