@@ -8,7 +8,8 @@ DEALER gets with a lower one was meant for a predecessor of the same name, and i
 
 A peer that dies is noticed by its connection, not by a timeout: a DEALER hears it from its socket monitor, a ROUTER
 (whose monitor does not say whom it lost) then probes each peer with an empty message that ROUTER_MANDATORY refuses to
-send to one that is gone. The monitor can be ahead of the socket, so it probes several times. One `zmq.Context` per process; all sockets are used from one thread only.
+send to one that is gone. The monitor can be ahead of the socket, so it probes several times. One `zmq.Context` per
+process; all sockets are used from one thread only.
 """
 
 import asyncio
@@ -154,13 +155,16 @@ class _AsyncSocket:
 
     def _run_retry(self, retry: Callable[[], None]) -> None:
         self._retrying = False
-        if self._loop is not None:
-            retry()
+        self._run_if_open(retry)
 
     def later(self, seconds: float, action: Callable[[], None]) -> asyncio.TimerHandle:
         """Call `action` after so many seconds, unless this is closed by then."""
         assert self._loop is not None
-        return self._loop.call_later(seconds, lambda: self._loop and action())
+        return self._loop.call_later(seconds, self._run_if_open, action)
+
+    def _run_if_open(self, action: Callable[[], None]) -> None:
+        if self._loop is not None:
+            action()
 
     def close(self) -> None:
         if self._loop is not None:

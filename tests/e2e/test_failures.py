@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import Server, process_role
+from tests.e2e.server import SMALL, Server, process_role
 from tests.e2e.sse import Answer, client_session, post
 
-FLAGS = ("--max-restarts", "0", "--served-model-name", "smol", "--dtype", "float32")
+FLAGS = ("--max-restarts", "0", *SMALL)
 STREAMS = 16
 
 

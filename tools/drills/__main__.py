@@ -18,6 +18,7 @@ def _parser() -> argparse.ArgumentParser:
 
     part = drills.add_parser("itl", help="streams that decode while a long prompt arrives")
     part.add_argument("--prompt-tokens", type=int, default=4000, help="length of the long prompt (default 4000)")
+    part.add_argument("--streams", type=int, default=8, help="default 8")
     part.add_argument("--repeats", type=int, default=20, help="default 20")
     part.add_argument("--max-itl-ms", type=float, nargs="*", default=[60.0], help="limits to try (default 60)")
     part.set_defaults(run=itl.run)

@@ -13,16 +13,16 @@ import aiohttp
 from tools.drills.progress import Progress
 from tools.drills.server import Reply, complete, http, server
 
-STREAMS = 8
-
 
 async def run(options: Namespace) -> None:
     """Print the longest gap and the prompt's TTFT with chunking off, and with each of `options.max_itl_ms`."""
-    off = ("--max-step-tokens", str(max(options.prompt_tokens + STREAMS, 512)))
+    off = ("--max-step-tokens", str(max(options.prompt_tokens + options.streams, 512)))
     arms: list[tuple[str, Sequence[str]]] = [("chunking off", off), ("defaults", ())]
     arms += [(f"--max-itl-ms {limit:g}", ("--max-itl-ms", f"{limit:g}")) for limit in options.max_itl_ms]
     base_ttft = 0.0
-    print(f"{STREAMS} streams, a prompt of {options.prompt_tokens} tokens, {options.repeats} repeats; milliseconds")
+    print(
+        f"{options.streams} streams, a prompt of {options.prompt_tokens} tokens, {options.repeats} repeats; milliseconds"
+    )
     print(f"{'':20} {'gap without':>12} {'longest gap':>22} {'TTFT of the prompt':>20}")
     print(f"{'':20} {'median':>12} {'median':>11} {'worst':>10} {'median':>10} {'ratio':>9}")
     for name, flags in arms:
@@ -47,7 +47,7 @@ async def _measure(
     ttfts: list[float] = []
     with Progress(name, options.repeats) as progress:
         for _ in range(options.repeats):
-            replies = [Reply(0.0) for _ in range(STREAMS)]
+            replies = [Reply(0.0) for _ in range(options.streams)]
             tasks = [
                 asyncio.create_task(complete(session, url, [rng.randrange(100, 40000) for _ in range(20)], 4000, reply))
                 for reply in replies

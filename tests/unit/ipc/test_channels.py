@@ -383,3 +383,37 @@ def test_a_stats_subscriber_hears_of_the_loss_after_the_last_counters_and_finds_
         subscriber.close()
 
     asyncio.run(main())
+
+
+class SlowToNotice:
+    """A ROUTER that takes the first probes of a peer that is already gone, as a busy one does (see `_probe`)."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", probes: int) -> None:
+        self._socket = socket
+        self.probes = probes
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._socket, name)
+
+    def send_multipart(self, frames: tuple[bytes, ...], flags: int) -> None:
+        if self.probes and len(frames) == 2:
+            self.probes -= 1
+        else:
+            self._socket.send_multipart(frames, flags)
+
+
+@pytest.mark.parametrize("probes", [1, 3])
+def test_a_loss_is_reported_even_when_the_socket_notices_it_later_than_its_monitor(tmp_path: Path, probes: int) -> None:
+    async def body(pair: Pair) -> None:
+        dealer = pair.dealer(b"rank0")
+        await until(lambda: dealer.connected)
+        dealer.send(Hello("x"))
+        await until(lambda: bool(pair.heard))
+        slow = SlowToNotice(pair.router._io.socket, probes)
+        pair.router._io.socket = slow
+        dealer.close()
+        pair.dealers.remove(dealer)
+        await until(lambda: pair.lost == [b"rank0"])
+        assert slow.probes == 0
+
+    run(tmp_path, body)
