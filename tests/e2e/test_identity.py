@@ -16,7 +16,7 @@ BLOCK = 16
 
 
 def bodies(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each reference row greedily, and sampled at temperature 1."""
+    """Each reference row greedily, and sampled at temperature 1; every second one also with penalties and logprobs."""
     common = [
         {
             "model": "smol",
@@ -27,12 +27,18 @@ def bodies(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for row in rows
     ]
     greedy = [{**body, "temperature": 0} for body in common]
-    return greedy + [{**body, "temperature": 1, "seed": seed} for seed, body in enumerate(common)]
+    sampled = [{**body, "temperature": 1, "seed": seed} for seed, body in enumerate(common)]
+    fields = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "logprobs": 2}
+    return (
+        greedy + sampled + [{**body, **fields, "min_tokens": min(9, body["max_tokens"])} for body in sampled[::2]]
+    )  # the last ones: B078
 
 
-def tokens(answers: list[Answer]) -> list[list[int]]:
+def outputs(answers: list[Answer]) -> list[tuple[list[int], Any]]:
+    """Token ids and log-probabilities, which have to be the same to the last bit."""
     assert all(answer.status == 200 for answer in answers), [answer.body for answer in answers if answer.status != 200]
-    return [answer.body["choices"][0]["token_ids"] for answer in answers]
+    choices = [answer.body["choices"][0] for answer in answers]
+    return [(choice["token_ids"], choice["logprobs"]) for choice in choices]
 
 
 def cached(answers: list[Answer]) -> int:
@@ -51,16 +57,16 @@ def check_identity(model_path: Path, rows: list[dict[str, Any]]) -> None:
     requests = bodies(rows)
     with Server(model_path, *FLAGS, "--no-prefix-cache") as server:
         url = server.url + "/v1/completions"
-        alone = tokens(post_all(url, requests, at_once=False))
-        assert tokens(in_batches_of_32(url, requests)) == alone, "in batches of 32"
-    for row, got in zip(rows, alone, strict=False):
-        assert got == row["output_ids"], row["id"]
+        alone = outputs(post_all(url, requests, at_once=False))
+        assert outputs(in_batches_of_32(url, requests)) == alone, "in batches of 32"
+    for row, (token_ids, _) in zip(rows, alone, strict=False):
+        assert token_ids == row["output_ids"], row["id"]
     with Server(model_path, *FLAGS, "--prefill-chunk", "64") as server:
         url = server.url + "/v1/completions"
         first = post_all(url, requests, at_once=False)
-        assert tokens(first) == alone, "in chunks of 64 tokens"
+        assert outputs(first) == alone, "in chunks of 64 tokens"
         again = in_batches_of_32(url, requests)
-        assert tokens(again) == alone, "with a cached prefix"
+        assert outputs(again) == alone, "with a cached prefix"
         long_enough = sum((len(row["prompt_ids"]) - 1) // BLOCK * BLOCK for row in rows)
         assert cached(again) >= 2 * long_enough, "all full blocks of all prompts"
     longest = max(len(row["prompt_ids"]) + len(row["output_ids"]) for row in rows)
@@ -69,7 +75,7 @@ def check_identity(model_path: Path, rows: list[dict[str, Any]]) -> None:
         flags = ("--kv-memory", str(pool * KV_BYTES), "--max-model-len", str(longest), "--kv-shortage", shortage)
         with Server(model_path, *FLAGS, *flags) as server:
             answers = in_batches_of_32(server.url + "/v1/completions", requests)
-            assert tokens(answers) == alone, f"preempted, with {shortage}"
+            assert outputs(answers) == alone, f"preempted, with {shortage}"
             preemptions = metric(server, "num_preemptions_total")
             assert preemptions > 0
             print(f"{shortage}: {preemptions:.0f} preemptions")

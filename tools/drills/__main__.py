@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 
-from tools.drills import itl, shortage, slo
+from tools.drills import itl, shortage, slo, soak
 
 _DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -39,11 +39,20 @@ def _parser() -> argparse.ArgumentParser:
     part.add_argument("--fitting", type=int, default=10, help="how many of them the pool holds (default 10)")
     part.add_argument("--prompt-tokens", type=int, default=200, help="default 200")
     part.add_argument("--output-tokens", type=int, default=100, help="default 100")
-    part.add_argument(
-        "--kv-bytes", type=int, default=46080, help="KV bytes of one token (default 46080: SmolLM2-135M in float32)"
-    )
     part.set_defaults(run=shortage.run)
 
+    part = drills.add_parser("soak", help="rows x context for a long time, in a pool that holds a few contexts")
+    part.add_argument("--seconds", type=float, default=600.0, help="default 600")
+    part.add_argument("--rows", type=int, default=16, help="requests at once (default 16)")
+    part.add_argument("--context", type=int, default=1024, help="tokens of each request (default 1024)")
+    part.add_argument("--pool-contexts", type=int, default=4, help="contexts that the KV pool holds (default 4)")
+    part.add_argument("--kv-shortage", default="recompute", choices=("wait", "recompute", "swap"))
+    part.set_defaults(run=soak.run)
+
+    for name in ("shortage", "soak"):
+        drills.choices[name].add_argument(
+            "--kv-bytes", type=int, default=46080, help="KV bytes of one token (default 46080: SmolLM2-135M in float32)"
+        )
     for part in drills.choices.values():
         part.add_argument("--model", default=_DEFAULT_MODEL, help=f"default {_DEFAULT_MODEL}")
     return parser

@@ -21,7 +21,8 @@ async def run(options: Namespace) -> None:
     arms += [(f"--max-itl-ms {limit:g}", ("--max-itl-ms", f"{limit:g}")) for limit in options.max_itl_ms]
     base_ttft = 0.0
     print(
-        f"{options.streams} streams, a prompt of {options.prompt_tokens} tokens, {options.repeats} repeats; milliseconds"
+        f"{options.streams} streams, a prompt of {options.prompt_tokens} tokens, {options.repeats} repeats; "
+        "milliseconds"
     )
     print(f"{'':20} {'gap without':>12} {'longest gap':>22} {'TTFT of the prompt':>20}")
     print(f"{'':20} {'median':>12} {'median':>11} {'worst':>10} {'median':>10} {'ratio':>9}")

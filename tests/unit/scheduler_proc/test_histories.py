@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ipc.codec import pack_ints
 from ipc.messages import StepResult
@@ -132,6 +134,13 @@ def test_histories_end_well() -> None:
             play(random.Random(number))
         except Exception as error:
             raise AssertionError(f"history {number} failed: {error}") from error
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(rng=st.randoms(use_true_random=False), actions=st.integers(0, 40))
+def test_histories_that_can_be_shrunk_end_well(rng: random.Random, actions: int) -> None:
+    """The same, drawn by hypothesis, which looks for the shortest one that fails."""
+    play(rng, actions)
 
 
 @pytest.mark.slow
