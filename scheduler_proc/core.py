@@ -48,6 +48,7 @@ from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.planner import Planner, Step
 from scheduler_proc.request import Request
 
+MAX_LOSSES = 5  # of ranks that a request survives without getting a token in between
 MAX_STEPS_IN_FLIGHT = 2  # the device runs one while the next already waits for it
 
 
@@ -137,7 +138,7 @@ class SchedulerCore:
             case EngineReady():
                 self.engine_ready = self._failed is None
             case EngineLost():
-                self._lose_engine()
+                self._lose_engine(outboxes)
             case EngineFailed(_, reason):
                 self._fail_all(reason, outboxes)
             case Tick():
@@ -198,13 +199,24 @@ class SchedulerCore:
         if row is not None:
             self._freed_rows.append(row)
 
-    def _lose_engine(self) -> None:
-        """Nobody will answer the steps in flight; running requests wait to be computed again."""
+    def _lose_engine(self, outboxes: dict[bytes, _Outbox]) -> None:
+        """Nobody will answer the steps in flight; running requests wait to be computed again.
+
+        But not for ever: a request that kills the ranks each time it runs would never let the others get on.
+        """
         self.engine_ready = False
         self._in_flight.clear()
         self._freed_rows.clear()
-        self.planner.reset(self._next_step)
+        running = self.planner.reset(self._next_step)
         self.counters.recoveries += 1
+        for request in running:
+            request.losses = 1 if len(request.tokens) > request.tokens_at_loss else request.losses + 1
+            request.tokens_at_loss = len(request.tokens)
+            if request.losses >= MAX_LOSSES:
+                reason = f"the model's ranks died {MAX_LOSSES} times while they computed this request"
+                failed = Failed(request.request_id, 500, reason, "server_error", None, "engine_died")
+                outboxes.setdefault(request.peer, _Outbox()).rows.append(failed)
+                self._end(request)
 
     def _fail_all(self, reason: str, outboxes: dict[bytes, _Outbox]) -> None:
         self._failed = reason

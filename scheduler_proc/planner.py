@@ -125,8 +125,8 @@ class Planner:
         request.row = -1
         return row
 
-    def reset(self, first_valid_step: int) -> None:
-        """All KV and all rows are lost: every running request waits again, at its old place."""
+    def reset(self, first_valid_step: int) -> list[Request]:
+        """All KV and all rows are lost: every running request waits again, at its old place. Returns those."""
         running = self.prefilling + self.decoding
         for request in running:
             request.lost_positions = request.num_planned
@@ -136,6 +136,7 @@ class Planner:
             self._wait_again(request, first_valid_step)
         self.prefilling, self.decoding = [], []
         self._new_rows()
+        return running
 
     def _wait_again(self, request: Request, first_valid_step: int) -> None:
         request.state = State.WAITING

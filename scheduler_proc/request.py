@@ -38,6 +38,7 @@ class Request:
         "last_progress",
         "lock",
         "loop_detector",
+        "losses",
         "lost_positions",
         "min_tokens",
         "namespace",
@@ -60,6 +61,7 @@ class Request:
         "stop_token_ids",
         "tenant",
         "tokens",
+        "tokens_at_loss",
         "ttft_target",
     )
 
@@ -97,6 +99,8 @@ class Request:
         self.num_shared = 0  # leading blocks of the table that the tree owns
         self.lock: Node | None = None  # the tree's node in which those end
         self.promised = 0  # further blocks that are kept available for it
+        self.losses = 0  # how often running ranks died with it since it last got a token
+        self.tokens_at_loss = 0
         self.row = -1  # of the workers' state; -1 unless running
         self.admitted_in = -1  # the step in which it last got a row,
         self.started = arrival  # and when

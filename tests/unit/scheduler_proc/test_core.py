@@ -4,7 +4,7 @@ import pytest
 
 from ipc.codec import pack_ints, unpack_ints
 from ipc.messages import StepResult, Submit
-from scheduler_proc.core import ProtocolError
+from scheduler_proc.core import MAX_LOSSES, ProtocolError
 from scheduler_proc.events import Arrived, StepDone
 from tests.unit.scheduler_proc.engine import GREEDY, PEER, Engine
 
@@ -483,3 +483,23 @@ def test_an_output_that_repeats_itself_ends_if_asked() -> None:
     assert ends[0].loop
     assert ends[0].finish == "stop"
     assert 32 <= step + 1 <= 36
+
+
+def test_a_request_during_which_the_ranks_die_again_and_again_is_given_up() -> None:
+    engine = Engine()
+    engine.submit(1, [1, 2, 3], 30, stops=())
+    for _ in range(2):
+        for _ in range(MAX_LOSSES - 1):
+            engine.lose_engine()
+            engine.recover()
+        assert not engine.failures
+        engine.step()  # a token: it was not this request that killed them
+    for _ in range(MAX_LOSSES - 1):
+        engine.lose_engine()
+        engine.recover()
+    engine.submit(2, [4, 5], 3, stops=())
+    engine.lose_engine()
+    assert (engine.failures[1].status, engine.failures[1].code) == (500, "engine_died")
+    engine.recover()
+    engine.run_to_idle()
+    assert len(engine.outputs[2]) == 3
