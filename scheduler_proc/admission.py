@@ -48,7 +48,7 @@ class TtftPredictor:
         """
         if not self._cost.ready:
             return 0.0
-        decodes = StepShape(decode_rows=running, decode_context=decode_context)
+        decodes = StepShape(decode_rows=running, context_tokens=decode_context)
         chunk = self._chunk(decodes, own_tokens)
         row = self._seconds_to_row(requests_ahead - free_rows + 1, running + max(0, free_rows), decodes)
         return max(
@@ -68,8 +68,9 @@ class TtftPredictor:
     def _seconds(self, tokens: int, own_tokens: int, chunk: int, decodes: StepShape) -> float:
         """Time to compute so many prompt tokens, of prompts that are all taken to be as long as the request's own."""
         steps = -(-tokens // chunk)
-        _, per_token, _, _, per_pair = self._cost.coefficients
-        return steps * self._cost.predict(decodes) + tokens * (per_token + per_pair * own_tokens / 2)
+        _, per_token, _, per_context, per_pair = self._cost.coefficients
+        chunks = steps * (self._cost.predict(decodes) + per_context * own_tokens / 2)
+        return chunks + tokens * (per_token + per_pair * own_tokens / 2)
 
     def _seconds_to_row(self, completions: int, rows: int, decodes: StepShape) -> float:
         """Time until so many requests have ended, of `rows` whose ends are evenly spread over their stay."""

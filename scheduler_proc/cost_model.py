@@ -29,18 +29,19 @@ class StepShape(NamedTuple):
     prefill_tokens: int = 0
     prefill_context: float = 0.0  # attended pairs: over all chunks, count * (start + count / 2)
     decode_rows: int = 0
-    decode_context: int = 0  # tokens of context of all decode rows together
+    context_tokens: int = 0  # read by attention: the context of each decode row, and what is before each chunk
 
     def with_chunk(self, start: int, count: int) -> "StepShape":
         """The same step with one more prefill chunk: `count` tokens from position `start` on."""
         return self._replace(
             prefill_tokens=self.prefill_tokens + count,
             prefill_context=self.prefill_context + count * (start + count / 2),
+            context_tokens=self.context_tokens + start,
         )
 
 
 class CostModel:
-    """Step time = a + b * prefill_tokens + c * decode_rows + d * decode_context + e * prefill_context, all from 0 up.
+    """Step time = a + b * prefill_tokens + c * decode_rows + d * context_tokens + e * prefill_context, all from 0 up.
 
     Least squares of the *relative* error with exponential forgetting. In directions in which recent steps do not differ
     (nothing but decoding, always the same batch) the coefficients stay as they were. A step far from its prediction
@@ -79,7 +80,7 @@ class CostModel:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """(a, b, c, d, e): seconds a step, a prefill token, a decode row, a token of decode context, a prefill pair."""
+        """(a, b, c, d, e): seconds a step, a prefill token, a decode row, a token of context, a prefill pair."""
         return tuple(value / scale for value, scale in zip(self._theta, _SCALES, strict=True))
 
     @property
@@ -89,12 +90,12 @@ class CostModel:
 
     def predict(self, shape: StepShape) -> float:
         """Seconds that a step of this shape will take."""
-        step, prefill_token, decode_row, decode_context, prefill_context = self._theta
+        step, prefill_token, decode_row, context_token, prefill_context = self._theta
         return (
             step
             + prefill_token * (shape.prefill_tokens / _SCALES[1])
             + decode_row * (shape.decode_rows / _SCALES[2])
-            + decode_context * (shape.decode_context / _SCALES[3])
+            + context_token * (shape.context_tokens / _SCALES[3])
             + prefill_context * (shape.prefill_context / _SCALES[4])
         )
 
@@ -132,7 +133,7 @@ class CostModel:
             1.0,
             shape.prefill_tokens / _SCALES[1],
             shape.decode_rows / _SCALES[2],
-            shape.decode_context / _SCALES[3],
+            shape.context_tokens / _SCALES[3],
             shape.prefill_context / _SCALES[4],
         )
         keep = 1 - min(0.2, _FORGET + _FORGET_BIASED * abs(self._bias))
@@ -177,10 +178,10 @@ class CostModel:
     def affordable_prefill_tokens(self, limit_seconds: float, decodes: StepShape, start: int, most: int) -> int:
         """As `max_prefill_tokens`, without the bound on what was never observed."""
         limit = self._with_margin(limit_seconds)
-        spare = limit - self.predict(decodes)
+        _, token, _, context, pair = self.coefficients
+        spare = limit - self.predict(decodes) - context * start
         if spare < 0 or most <= 0:
             return 0
-        _, token, _, _, pair = self.coefficients
         # Largest root of pair / 2 * n^2 + (token + pair * start) * n = spare, in the form that does not cancel.
         linear = token + pair * start
         divisor = linear + math.sqrt(linear * linear + 2 * pair * spare)

@@ -22,6 +22,7 @@ class Step:
 
     __slots__ = (
         "admitted",
+        "chunk_context",
         "columns",
         "decode_context",
         "decodes",
@@ -44,14 +45,15 @@ class Step:
         self.grown: list[int] = []  # row, index in its block table, block id
         self.freed_rows: list[int] = []  # of preempted requests
         self.preempted = False
-        self.decode_context = 0
+        self.decode_context = 0  # tokens before the positions of the decodes,
+        self.chunk_context = 0  # and before the chunks
         self.prefill_tokens = 0
         self.prefill_context = 0.0
         self.wake_at: float | None = None
 
     @property
     def shape(self) -> StepShape:
-        return StepShape(self.prefill_tokens, self.prefill_context, len(self.decodes), self.decode_context)
+        return StepShape(self.prefill_tokens, self.prefill_context, len(self.decodes), self.decode_context + self.chunk_context)
 
 
 def _key(request: Request) -> tuple[float, int]:
@@ -257,6 +259,7 @@ class Planner:
         step.prefills.append((request, sample))
         step.columns += (request.row, start, count, int(sample))
         step.prefill_tokens += count
+        step.chunk_context += start
         step.prefill_context += count * (start + count / 2)
         self._kv.publish(request)
         if self._charges:

@@ -7,7 +7,7 @@ import numpy as np
 
 from ipc.messages import StepPlan
 
-PARTS = ("fixed", "prefill tokens", "decode rows", "decode context", "prefill context")
+PARTS = ("fixed", "prefill tokens", "decode rows", "context", "prefill pairs")
 
 # Of `fit_cost`: features are scaled to their mean, so this is a share of what a mean step has of it.
 _NEGLIGIBLE = 1e-12
@@ -23,7 +23,7 @@ class PlanShape:
 
     prefill_tokens: int
     decode_rows: int
-    decode_context: int
+    context_tokens: int
     prefill_context: float
     rows: int  # all that are scheduled
     sampled: int
@@ -43,7 +43,7 @@ def shape_of(plan: StepPlan) -> PlanShape:
     return PlanShape(
         int(prefill_counts.sum()),
         int(decode.sum()),
-        int(starts[decode].sum()),
+        int(starts.sum()),
         float((prefill_counts * (prefill_starts + prefill_counts / 2)).sum()),
         len(columns),
         sampled,
@@ -58,7 +58,7 @@ class StepCost:
     fixed: float
     prefill_token: float
     decode_row: float
-    decode_context: float
+    context_token: float
     prefill_context: float
 
     def parts(self, shape: PlanShape) -> tuple[float, float, float, float, float]:
@@ -67,7 +67,7 @@ class StepCost:
             self.fixed / 1e6,
             self.prefill_token * shape.prefill_tokens / 1e6,
             self.decode_row * shape.decode_rows / 1e6,
-            self.decode_context * shape.decode_context / 1e6,
+            self.context_token * shape.context_tokens / 1e6,
             self.prefill_context * shape.prefill_context / 1e6,
         )
 
@@ -119,7 +119,7 @@ def fit_cost(samples: Iterable[tuple[PlanShape, float]]) -> CostFit:
     times = []
     for shape, seconds in samples:
         if shape.rows and seconds > 0:
-            rows.append((1.0, shape.prefill_tokens, shape.decode_rows, shape.decode_context, shape.prefill_context))
+            rows.append((1.0, shape.prefill_tokens, shape.decode_rows, shape.context_tokens, shape.prefill_context))
             times.append(seconds * 1e6)
     if len(rows) < 10:
         raise CostError(f"--cost: the log has {len(rows)} measured steps; at least 10 are needed")

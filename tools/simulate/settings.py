@@ -92,8 +92,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--cost",
         default=str(DEFAULT_COST),
         metavar="A,B,C,D,E|fit:LOG",
-        help="microseconds of a step: fixed, per prefill token, per decoding request, per token of context of decoding "
-        "requests, per pair of a prefill token and one before it; or fitted to an event log "
+        help="microseconds of a step: fixed, per prefill token, per decoding request, per token of context that is "
+        "read, per pair of a prefill token and one before it; or fitted to an event log "
         f"(default: {DEFAULT_COST})",
     )
     engine.add_argument(

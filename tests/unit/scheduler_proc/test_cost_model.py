@@ -10,26 +10,26 @@ from hypothesis import strategies as st
 
 from scheduler_proc.cost_model import MIN_PREFILL, UNLIMITED, CostModel, StepShape
 
-# A small model on a CPU: seconds a step, a prefill token, a decode row, a token of decode context, a prefill pair.
+# A small model on a CPU: seconds a step, a prefill token, a decode row, a token of context, a prefill pair.
 ENGINE = (4e-3, 2e-4, 5e-4, 4e-7, 2e-8)
 
 
 def true_seconds(shape: StepShape) -> float:
     step, token, row, context, pair = ENGINE
     prefill = token * shape.prefill_tokens + pair * shape.prefill_context
-    return step + prefill + row * shape.decode_rows + context * shape.decode_context
+    return step + prefill + row * shape.decode_rows + context * shape.context_tokens
 
 
 def mixed_step(rng: random.Random) -> StepShape:
     rows = rng.randrange(33)
-    decodes = StepShape(decode_rows=rows, decode_context=rows * rng.randrange(50, 3000))
+    decodes = StepShape(decode_rows=rows, context_tokens=rows * rng.randrange(50, 3000))
     if rows and rng.random() < 0.5:
         return decodes
     return decodes.with_chunk(rng.randrange(3000), rng.randrange(1, 300))
 
 
 def decode_step(rng: random.Random) -> StepShape:
-    return StepShape(decode_rows=8, decode_context=8 * rng.randrange(500, 1000))
+    return StepShape(decode_rows=8, context_tokens=8 * rng.randrange(500, 1000))
 
 
 def teach(
@@ -137,7 +137,7 @@ steps = st.builds(
     prefill_tokens=st.integers(0, 1 << 20),
     prefill_context=st.floats(0, 1e12),
     decode_rows=st.integers(0, 4096),
-    decode_context=st.integers(0, 1 << 30),
+    context_tokens=st.integers(0, 1 << 30),
 )
 durations = st.floats(0, 1e4)
 

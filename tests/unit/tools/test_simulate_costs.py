@@ -19,7 +19,7 @@ def test_a_shape_is_read_off_a_plan() -> None:
     assert shape_of(plan([(0, 100, 1, 1), (3, 40, 1, 1)])) == PlanShape(0, 2, 140, 0.0, 2, 2, 0)
     # A chunk of 10 tokens from 20 on attends to 10 * (20 + 5) pairs; the last prompt token alone is a prefill.
     mixed = shape_of(plan([(0, 100, 1, 1), (1, 20, 10, 0), (2, 7, 1, 0), (4, 0, 8, 1)], copies=3))
-    assert mixed == PlanShape(19, 1, 100, 250.0 + 7.5 + 32.0, 4, 2, 3)
+    assert mixed == PlanShape(19, 1, 100 + 20 + 7, 250.0 + 7.5 + 32.0, 4, 2, 3)
     assert shape_of(plan([], copies=2)) == PlanShape(0, 0, 0, 0.0, 0, 0, 2)
 
 
@@ -73,8 +73,8 @@ def test_a_fit_finds_the_costs_behind_exact_measurements() -> None:
 def test_a_fit_has_no_negative_costs_and_leaves_out_what_never_varied() -> None:
     """Steps that get faster with context (noise, in life): that cost is 0, not negative."""
     shapes = [PlanShape(0, rows, rows * 10 * step, 0.0, rows, rows, 0) for step in range(1, 20) for rows in (1, 8)]
-    fit = fit_cost((shape, 0.005 + 0.001 * shape.decode_rows - 1e-7 * shape.decode_context) for shape in shapes)
-    assert fit.cost.decode_context == 0.0
+    fit = fit_cost((shape, 0.005 + 0.001 * shape.decode_rows - 1e-7 * shape.context_tokens) for shape in shapes)
+    assert fit.cost.context_token == 0.0
     assert fit.cost.prefill_token == fit.cost.prefill_context == 0.0
     assert fit.cost.decode_row > 0
     assert fit.cost.fixed > 0
