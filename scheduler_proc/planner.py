@@ -17,6 +17,9 @@ from scheduler_proc.policies.base import Policy
 from scheduler_proc.request import Request, State
 
 
+_ALIGNED_BLOCKS = 4  # chunks of so many blocks end with a whole one
+
+
 class Step:
     """What was decided for one step; `core` turns it into a `StepPlan`."""
 
@@ -246,10 +249,11 @@ class Planner:
         self._extend(request, self._kv.advance(request), step)
         if request.plan_after >= step.number:
             return 0
-        start = request.num_planned
+        start, block_size = request.num_planned, self._config.block_size
         count = min(request.num_known - start, self._prefill_chunk, budget)
-        if start + count < request.num_known and count >= self._config.block_size:
-            count -= (start + count) % self._config.block_size  # whole blocks can be shared at once
+        # Whole blocks can be shared at once; but where the step has room for a few blocks only, that would waste much.
+        if start + count < request.num_known and (count >= _ALIGNED_BLOCKS * block_size or step.prefills):
+            count -= min((start + count) % block_size, count)
         self._extend(request, self._kv.take(request, start + count), step)
         count = min(count, request.capacity - start)
         if count <= 0:
