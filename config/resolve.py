@@ -70,6 +70,8 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
     chunk = config.scheduler.prefill_chunk or step_tokens
     if chunk > step_tokens:
         raise ConfigError(f"--prefill-chunk {chunk}: must not be more than --max-step-tokens, which is {step_tokens}")
+    if config.scheduler.prefer == "prefill" and config.scheduler.max_itl_ms is not None:
+        raise ConfigError("--max-itl-ms: not with --prefer prefill, which lets streams wait while prompts are computed")
     if config.scheduler.stop_on_loop == 1:
         raise ConfigError("--stop-on-loop 1: must be 0 or at least 2: what stands once is not repeated")
     threads = config.worker.threads

@@ -339,7 +339,7 @@ class Stats(Message, frozen=True):
     prompt_tokens: int  # admitted
     cached_tokens: int  # of which found in the prefix cache
     computed_tokens: int
-    generated_tokens: int
+    generated_tokens: int  # sampled and sent, those behind a stop string included
     preemptions: int
     finished: int
     aborted: int

@@ -110,6 +110,7 @@ class Process:
             os.close(self._status_fd)
             self._status_fd = -1
         os.close(self._order_fd)
+        self._order_fd = -1  # its number may soon be another file's
 
     def _read_status(self) -> None:
         while self._status_fd >= 0:

@@ -38,7 +38,11 @@ class Checks:
 
     def refusal(self, request: Request, submit: Submit) -> Failed | None:
         """Why a request cannot be taken, or None; sets its TTFT target where it has none of its own."""
-        return self._impossible(request.tokens, submit) or self._full(request, submit) or self._late(request, submit)
+        refusal = self._impossible(request.tokens, submit) or self._full(request, submit)
+        if refusal is None:
+            request.uncached = request.num_prompt - self._kv.cached_tokens(request)
+            refusal = self._late(request, submit)
+        return refusal
 
     def _impossible(self, tokens: "array[int]", submit: Submit) -> Failed | None:
         """A request that could never run is refused at once, and blocks nobody."""
@@ -69,9 +73,12 @@ class Checks:
     def _full(self, request: Request, submit: Submit) -> Failed | None:
         waiting = len(self._planner.policy)
         if waiting >= self._config.max_queue_requests:
-            return _busy(submit, f"{waiting} requests are waiting already; try again later", "queue_full", 1.0)
+            limit = self._config.max_queue_requests
+            message = f"{waiting} requests wait already, --max-queue-requests is {limit}; try again later"
+            return _busy(submit, message, "queue_full", 1.0)
         if waiting and self.queued_tokens + request.num_prompt > self._config.max_queue_tokens:
-            message = f"{self.queued_tokens} prompt tokens are waiting already; try again later"
+            limit = self._config.max_queue_tokens
+            message = f"{self.queued_tokens} prompt tokens wait already, --max-queue-tokens is {limit}; try again later"
             return _busy(submit, message, "queue_full", 1.0)
         return None
 
@@ -82,14 +89,13 @@ class Checks:
         if request.ttft_target is None:
             return None
         planner = self._planner
-        key = planner.policy.running_key(request)
-        ahead = [other for other in planner.policy if planner.policy.running_key(other) < key]
+        ahead = planner.policy.ahead_of(request)
         predicted = self._predictor.predict(
-            own_tokens=request.num_prompt - self._kv.cached_tokens(request),
-            tokens_ahead=sum(len(other.tokens) for other in ahead) + planner.missing_tokens,
+            own_tokens=request.uncached,
+            tokens_ahead=sum(other.uncached for other in ahead) + planner.missing_tokens,
             requests_ahead=len(ahead),
             running=planner.num_running,
-            free_rows=planner.free_rows,
+            free_rows=min(planner.free_rows, self._fitting([*ahead, request])),
             decode_context=sum(other.num_planned for other in planner.decoding),
         )
         if predicted <= request.ttft_target:
@@ -100,6 +106,11 @@ class Checks:
             "try again later"
         )
         return _busy(submit, message, "ttft_target", retry_after(predicted, request.ttft_target))
+
+    def _fitting(self, requests: list[Request]) -> int:
+        """How many of these could start with the blocks that can be had now, all taken to be of one size."""
+        wanted = sum(self._kv.blocks_for(self._planner.positions(request)) for request in requests)
+        return len(requests) * max(0, self._kv.num_available) // max(1, wanted)
 
 
 def _invalid(submit: Submit, message: str, param: str) -> Failed:

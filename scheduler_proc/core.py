@@ -48,7 +48,7 @@ from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.planner import Planner, Step
 from scheduler_proc.request import Request
 
-MAX_LOSSES = 5  # of ranks that a request survives without getting a token in between
+MAX_LOSSES = 3  # of ranks that a request survives without getting a token in between
 MAX_STEPS_IN_FLIGHT = 2  # the device runs one while the next already waits for it
 
 
@@ -130,8 +130,8 @@ class SchedulerCore:
             case Aborted(_, peer, request_ids):
                 for request_id in request_ids:
                     self._abort(self.requests.get((peer, request_id)))
-            case Stopped(_, peer, request_id, num_tokens):
-                self._stop(self.requests.get((peer, request_id)), num_tokens)
+            case Stopped(time, peer, request_id):
+                self._stop(self.requests.get((peer, request_id)), time)
             case PeerLost(_, peer):
                 for request in [request for request in self.requests.values() if request.peer == peer]:
                     self._abort(request)
@@ -184,9 +184,10 @@ class SchedulerCore:
             self._end(request)
             self.counters.aborted += 1
 
-    def _stop(self, request: Request | None, num_tokens: int) -> None:
+    def _stop(self, request: Request | None, time: float) -> None:
         if request is not None:
-            self.counters.generated_tokens -= max(0, request.num_outputs - num_tokens)
+            if request.row >= 0:
+                self.predictor.observe_finish(time - request.started, request.num_outputs)
             self._end(request)
             self.counters.finished += 1
 
@@ -290,7 +291,8 @@ class SchedulerCore:
             raise ProtocolError(f"step {result.step} sampled a token outside the vocabulary of {self._vocab_size}")
         self._in_flight.popleft()
         busy = result.prepare_us + result.forward_us + result.sample_us
-        self.cost_model.observe(step.shape, busy / 1e6)
+        if rows or step.prefills:  # else it only copied blocks
+            self.cost_model.observe(step.shape, busy / 1e6)
         self.counters.device_busy_us += busy
         self.counters.computed_tokens += len(step.decodes) + step.prefill_tokens
         for request, _ in step.prefills:

@@ -11,6 +11,7 @@ whole is read.
 """
 
 import copy
+import errno
 import hashlib
 import logging
 import os
@@ -120,8 +121,13 @@ def digest_of(plan: StepPlan) -> PlanDigest:
 
 
 def create(path: str) -> BinaryIO:
-    """A new log, readable by its owner only; an earlier one is kept as PATH.old. OSError when it cannot be written."""
-    if os.path.exists(path):
+    """A new log, readable by its owner only; an earlier one is kept as PATH.old.
+
+    OSError when it cannot be written, or when something else than a log is there.
+    """
+    if os.path.lexists(path):
+        if not os.path.isfile(path) or (os.path.getsize(path) and not is_event_log(Path(path))):
+            raise OSError(errno.EEXIST, "this is there already, and is no event log")
         os.replace(path, path + ".old")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     return os.fdopen(descriptor, "wb", buffering=1 << 20)

@@ -309,11 +309,14 @@ class KVManager:
         if request.lock is not None:
             self.tree.unlock(request.lock)
         if swap_out and node is not None:
-            self._swap_out(node, full)
+            self._swap_out(node)
         self._forget(request)
 
-    def _swap_out(self, node: Node, count: int) -> None:
+    def _swap_out(self, node: Node) -> None:
         """Copy the blocks that only this request used to the host at once: they are what is short."""
+        count, current, below = 0, node, 0
+        while current.parent is not None and not current.locks and current.device_children == below:
+            count, current, below = count + len(current.blocks), current.parent, 1
         missing = count - self.host.num_free
         if missing > 0:
             self._free_host(self.tree.evict_host(missing), lost=True)

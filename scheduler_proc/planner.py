@@ -16,7 +16,6 @@ from scheduler_proc.policies import make_policy
 from scheduler_proc.policies.base import Policy
 from scheduler_proc.request import Request, State
 
-
 _ALIGNED_BLOCKS = 4  # chunks of so many blocks end with a whole one
 
 
@@ -56,7 +55,9 @@ class Step:
 
     @property
     def shape(self) -> StepShape:
-        return StepShape(self.prefill_tokens, self.prefill_context, len(self.decodes), self.decode_context + self.chunk_context)
+        return StepShape(
+            self.prefill_tokens, self.prefill_context, len(self.decodes), self.decode_context + self.chunk_context
+        )
 
 
 def _key(request: Request) -> tuple[float, int]:
@@ -222,17 +223,20 @@ class Planner:
         """Share up to `budget` tokens among prompts: running short ones, new ones, and the long ones' part."""
         budget = min(budget, self._prompt_limit(step))
         longs = [request for request in self.prefilling if request.is_long]
+        left = budget - self._share_of_longs(budget, longs)  # for short prompts
         for request in [request for request in self.prefilling if not request.is_long]:
-            budget -= self._give(request, self._left_by_longs(budget, longs), step, now)
+            left -= self._give(request, left, step, now)
         if not step.preempted:  # what was just taken from one request is not for a newcomer
-            budget = self._admit(step, budget, longs, now)
+            self._admit(step, budget, left, longs, now)
         for request in longs:
-            budget -= self._give(request, budget, step, now)
+            self._give(request, budget - step.prefill_tokens, step, now)
 
-    def _left_by_longs(self, budget: int, longs: list[Request]) -> int:
-        """What others may have of `budget` when long prompts want their share of it."""
-        wanted = min(int(budget * self._config.long_step_share), sum(r.num_known - r.num_planned for r in longs))
-        return budget - wanted
+    def _share_of_longs(self, budget: int, longs: list[Request]) -> int:
+        """Tokens of a step that are kept for long prompts, however many short ones there are."""
+        if budget < 2:
+            return 0
+        missing = sum(request.num_known - request.num_planned for request in longs)
+        return min(max(1, int(budget * self._config.long_step_share)), missing)
 
     def _prompt_limit(self, step: Step) -> int:
         """Prompt tokens that keep the step short enough for the streams in it; always enough to get on."""
@@ -284,24 +288,28 @@ class Planner:
 
     # --- admission ---
 
-    def _admit(self, step: Step, budget: int, longs: list[Request], now: float) -> int:
-        """Start waiting requests in the policy's order, as long as rows, tokens and blocks last; the tokens left."""
+    def _admit(self, step: Step, budget: int, left: int, longs: list[Request], now: float) -> None:
+        """Start waiting requests in the policy's order, as long as rows, tokens and blocks last.
+
+        `left` of the step's `budget` is for short prompts; long ones that start are added to `longs`.
+        """
         if not len(self.policy):
-            return budget
+            return
         oldest = min(request.arrival for request in self.policy) if not self.num_running else now
         places, step.wake_at = self._gate.places(now, len(self.policy), self.num_running, oldest)
         context = step.decode_context / len(step.decodes) if step.decodes else 0.0
         rows = min(len(self._free_rows), places, self._row_limit(context) - self.num_running)
-        while rows > 0 and self._left_by_longs(budget, longs) > 0:
+        while rows > 0 and left > 0:
             request = self._next(longs, now)
             if request is None or not self._start(request, step, now):
                 break
             rows -= 1
             if request.is_long:
+                kept = self._share_of_longs(budget, longs)
                 longs.append(request)
+                left -= self._share_of_longs(budget, longs) - kept
             else:
-                budget -= self._give(request, self._left_by_longs(budget, longs), step, now)
-        return budget
+                left -= self._give(request, left, step, now)
 
     def _row_limit(self, context: float) -> int:
         """Running requests, `context` tokens long, that can all get a token within the ITL limit; at least one."""
@@ -317,18 +325,18 @@ class Planner:
         if len(longs) < self._config.max_long_prefills:
             others = [other for other in self.prefilling + self.decoding if other.is_long]
             held = sum(len(other.block_table) + other.promised for other in others)
-            if not others or held + self._kv.blocks_for(self._positions(request)) <= self._long_blocks:
+            if not others or held + self._kv.blocks_for(self.positions(request)) <= self._long_blocks:
                 return request
         return self.policy.first(now, False)
 
-    def _positions(self, request: Request) -> int:
+    def positions(self, request: Request) -> int:
         """Positions for which a request must have blocks in view before it starts."""
         return request.last if self._config.kv_shortage == "wait" else len(request.tokens)
 
     def _start(self, request: Request, step: Step, now: float) -> bool:
         # Each running request may soon need one more block; without that reserve the newcomer would be preempted.
         reserve = 0 if self._config.kv_shortage == "wait" else self.num_running
-        positions = max(self._positions(request), len(request.tokens))
+        positions = max(self.positions(request), len(request.tokens))
         while not self._kv.admit(request, positions=positions, reserve=reserve):
             if self.num_running or self._kv.copies_out or not self._kv.pins.release_first():
                 return False

@@ -63,6 +63,7 @@ class Request:
         "tokens",
         "tokens_at_loss",
         "ttft_target",
+        "uncached",
     )
 
     def __init__(self, peer: bytes, submit: Submit, tokens: "array[int]", arrival: float, order: int) -> None:
@@ -82,6 +83,7 @@ class Request:
         self.loop_detector = LoopDetector(submit.stop_on_loop) if submit.stop_on_loop else None
         self.tokens = tokens  # prompt and known outputs
         self.num_prompt = len(tokens)
+        self.uncached = self.num_prompt  # tokens to compute, as it looked when it arrived
         self.is_long = False  # set by the planner, whose setting it is
         self.arrival = arrival
         self.order = order  # serial number of its arrival: no two are equal

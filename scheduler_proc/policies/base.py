@@ -35,6 +35,11 @@ class Policy(ABC):
         """Fixed place of a request among the running ones, no two equal: the largest is preempted first."""
         return (0.0, request.order)
 
+    def ahead_of(self, request: Request) -> list[Request]:
+        """The waiting requests that would start before an arriving one, as far as that can be told."""
+        key = self.running_key(request)
+        return [other for other in self if self.running_key(other) < key]
+
     def served(self, request: Request, tokens: int) -> None:  # noqa: B027  (most policies do not care)
         """So many tokens are being computed for a request."""
 

@@ -1,7 +1,7 @@
 """Fair shares of the engine's tokens per tenant: deficit round robin (Shreedhar and Varghese, SIGCOMM 1995)."""
 
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 
 from config.schema import SchedulerConfig
 from scheduler_proc.policies.base import Policy
@@ -51,7 +51,10 @@ class DeficitRoundRobin(Policy):
         tenant = self._tenant(request.tenant)
         if not tenant.queue:
             tenant.deficit = min(0, tenant.deficit + (self._rounds - tenant.left_in) * QUANTUM)
-            self._ring.append(tenant)
+            # Last but the one whose turn it is: behind that one, it would be next again as often as it came back.
+            place = self._turn if self._turn >= 0 else len(self._ring)
+            self._ring.insert(place, tenant)
+            self._turn += self._turn >= 0
         tenant.queue.add(request)
 
     def remove(self, request: Request) -> None:
@@ -67,6 +70,16 @@ class DeficitRoundRobin(Policy):
                 self._leave(tenant)
         if not len(self):
             self._tenants.clear()
+
+    def ahead_of(self, request: Request) -> list[Request]:
+        """Its own tenant's queue, and of each other's as many as may have their turns before it."""
+        own = self._tenants.get(request.tenant)
+        before = list(own.queue) if own is not None else []
+        ahead = [*self._returning, *before]
+        for tenant in self._ring:
+            if tenant is not own:
+                ahead += islice(tenant.queue, len(before) + 1)
+        return ahead
 
     def served(self, request: Request, tokens: int) -> None:
         # A prompt has been paid for at the start.

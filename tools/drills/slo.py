@@ -14,6 +14,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 
@@ -48,14 +49,21 @@ def read_trace(path: str, length_scale: float, limit: int) -> list[Arrival]:
     """Arrivals of an Azure trace with lengths scaled, at least one token each; prompts are random and all different."""
     rng = random.Random(11)
     arrivals = []
-    with open(path, encoding="utf-8") as file:
-        for line in file:
+    try:
+        lines = Path(path).read_text("utf-8").splitlines()
+    except OSError as error:
+        raise SystemExit(f"--trace {path}: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        try:
             row = json.loads(line)
             count = max(1, round(row["input_length"] * length_scale))
             prompt = [rng.randrange(100, 40000) for _ in range(count)]
             arrivals.append(Arrival(row["timestamp"] / 1e3, prompt, max(1, round(row["output_length"] * length_scale))))
-            if len(arrivals) == limit:
-                break
+        except (ValueError, KeyError, TypeError):
+            message = "not a JSON object with the numbers timestamp, input_length and output_length"
+            raise SystemExit(f"--trace {path}: line {number}: {message}") from None
+        if len(arrivals) == limit:
+            break
     return arrivals
 
 

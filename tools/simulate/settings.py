@@ -170,10 +170,19 @@ def _variant(
     config = resolved(read_settings([*flags, *extra, "--model", "none"], {}, "").config.scheduler)
     if sizes["kv-blocks"] is not None:
         sizes["kv-tokens"] = sizes["kv-blocks"] * config.block_size
+    _check_host_tier(config, sizes["host-blocks"] or 0)
     label = f"{setting} {value}" if setting else batching
     if setting and "," in arguments.batching:
         label = f"{batching}, {label}"
     return Variant(label, batching, config, sizes["kv-tokens"], sizes["host-blocks"] or 0)
+
+
+def _check_host_tier(config: SchedulerConfig, host_blocks: int) -> None:
+    """What the server refuses as well: blocks on the host are kept in the radix tree."""
+    if host_blocks and not config.prefix_cache:
+        raise UsageError("--host-blocks: not with --no-prefix-cache, since the radix tree is what holds them")
+    if config.kv_shortage == "swap" and not host_blocks:
+        raise UsageError("--kv-shortage swap: needs --host-blocks, as many as are to be swapped out at once")
 
 
 def resolved(config: SchedulerConfig) -> SchedulerConfig:

@@ -409,14 +409,23 @@ def test_every_part_of_a_plan_is_in_its_digest() -> None:
 
 def test_a_log_is_private_and_the_last_one_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "events.log"
-    for content in (b"first", b"second"):
+    for content in (MAGIC + b"first", MAGIC + b"second"):
         with create(str(path)) as file:
             file.write(content)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert path.read_bytes() == b"second"
-    assert (tmp_path / "events.log.old").read_bytes() == b"first"
+    assert path.read_bytes() == MAGIC + b"second"
+    assert (tmp_path / "events.log.old").read_bytes() == MAGIC + b"first"
     with pytest.raises(OSError, match="No such file"):
         create(str(tmp_path / "nowhere" / "events.log"))
+
+
+def test_nothing_else_is_moved_out_of_the_way(tmp_path: Path) -> None:
+    other = tmp_path / "config.toml"
+    other.write_text("[model]")
+    for path in (other, tmp_path):
+        with pytest.raises(FileExistsError, match="no event log"):
+            create(str(path))
+    assert other.read_text() == "[model]"
 
 
 class FullDisk(io.BytesIO):
