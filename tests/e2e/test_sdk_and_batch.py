@@ -190,7 +190,7 @@ def test_a_batch_outlives_the_death_of_a_worker(tmp_path: Path, model_path: Path
     (worker,) = (child for child in batch.children if process_role(child) == "worker-0")
     worker.kill()
     _, stderr = batch.process.communicate(timeout=START_SECONDS)
-    assert "starting again" in stderr
+    assert "restarting worker 0" in stderr
     assert batch.process.returncode == 0, stderr
     got = [json.loads(answer) for answer in batch.answers.read_text().splitlines()]
     assert sorted(answer["custom_id"] for answer in got) == sorted(batch.names)
