@@ -181,6 +181,7 @@ def test_requests_behind_another_dead_process_hear_of_it_and_the_next_one_is_ser
     assert "Traceback" not in engine.stderr
 
 
+@pytest.mark.slow
 def test_a_killed_rank_of_three_takes_the_others_with_it_and_all_come_back(model_path: Path) -> None:
     async def main(server: Server) -> None:
         bodies = [request_of(number, max_tokens=16) for number in range(2)]

@@ -221,8 +221,8 @@ def test_a_stopped_batch_takes_its_engine_with_it(
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path: Path, model_path: Path) -> None:
-    """As seen by the batch: a limit on the size of its files, which holds two answers or three."""
-    batch = Batch(tmp_path, model_path, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)))
+    """As seen by the batch: a limit on the size of all files, which holds some of the answers."""
+    batch = Batch(tmp_path, model_path, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000)))
     _, stderr = batch.process.communicate(timeout=START_SECONDS)
     assert batch.process.returncode == 2, stderr
     assert "Traceback" not in stderr

@@ -129,7 +129,7 @@ def wrong_result(engine: Engine, rng: random.Random) -> None:
 
 
 def test_histories_end_well() -> None:
-    for number in range(400):
+    for number in range(150):
         try:
             play(random.Random(number))
         except Exception as error:
