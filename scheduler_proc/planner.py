@@ -336,8 +336,7 @@ class Planner:
     def _start(self, request: Request, step: Step, now: float) -> bool:
         # Each running request may soon need one more block; without that reserve the newcomer would be preempted.
         reserve = 0 if self._config.kv_shortage == "wait" else self.num_running
-        positions = max(self.positions(request), len(request.tokens))
-        while not self._kv.admit(request, positions=positions, reserve=reserve):
+        while not self._kv.admit(request, positions=self.positions(request), reserve=reserve):
             if self.num_running or self._kv.copies_out or not self._kv.pins.release_first():
                 return False
         self.policy.remove(request)
