@@ -1,16 +1,17 @@
 """What a checkpoint says about its model: from a Hugging Face directory or a GGUF file to one `ModelArch`."""
 
-import json
 import math
-import struct
-import sys
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from msgspec import structs
 
 from config.gguf_file import GGUFFile
+from config.json_fields import Fields, optional_json, read_json
+from config.quantization import read_quantization
+from config.safetensors_files import safetensors_headers
 from config.schema import ModelArch, RopeConfig
+from config.weight_formats import gguf_formats, safetensors_formats
 
 # Hugging Face architecture -> our model family
 _FAMILIES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "llama"}
@@ -18,7 +19,6 @@ _GGUF_FAMILIES = {"llama": "llama", "qwen2": "llama"}
 
 _RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 _ROPE_TYPES: tuple[str, ...] = get_args(_RopeType)
-_MAX_SAFETENSORS_HEADER = 100 << 20  # bytes, the format's own limit
 
 
 def read_arch(path: Path) -> ModelArch:
@@ -33,63 +33,19 @@ def read_arch(path: Path) -> ModelArch:
 # --- Hugging Face directory ------------------------------------------------------------------------------------------
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; ValueError when it is anything else."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:  # bad syntax, bad UTF-8, or an integer of thousands of digits
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return value
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
-
-
-class _Fields:
-    """Checked access to the values of a config."""
-
-    def __init__(self, source: str, values: dict[str, Any]) -> None:
-        self.source = source
-        self.values = values
-
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 31:
-            raise ValueError(f"{self.source}: {key} is {value!r}, not an integer from {least} to 2^31 - 1")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
-            raise ValueError(f"{self.source}: {key} is {value!r}, not a positive number")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.values.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{self.source}: {key} is {value!r}, not true or false")
-        return bool(value)
-
-
 def _from_directory(path: Path) -> ModelArch:
     config_path = path / "config.json"
     if not config_path.exists():
         raise ValueError(f"{path}: there is no config.json in this directory")
     config = read_json(config_path)
-    fields = _Fields(str(config_path), config)
+    fields = Fields(str(config_path), config)
     names = config.get("architectures") or []
     architecture = names[0] if isinstance(names, list) and names else None
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         raise ValueError(
             f"{config_path}: architecture {architecture} is not supported; supported: {', '.join(sorted(_FAMILIES))}"
         )
-    if config.get("quantization_config"):
-        raise ValueError(f"{config_path}: quantized safetensors checkpoints (quantization_config) are not supported")
+    quantization = read_quantization(config, str(config_path))
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     max_position = fields.integer("max_position_embeddings", 2048)
     window = config.get("sliding_window")
@@ -97,7 +53,8 @@ def _from_directory(path: Path) -> ModelArch:
         # A window that never fills is no window: serve the lengths at which it makes no difference.
         max_position = min(max_position, fields.integer("sliding_window"))
     attention_bias = fields.flag("attention_bias")
-    weight_bytes, num_parameters = safetensors_sizes(path)
+    tensors = safetensors_headers(path)
+    formats, num_parameters = safetensors_formats(tensors, quantization)
     return _checked(
         ModelArch(
             family=_FAMILIES[architecture],
@@ -118,8 +75,9 @@ def _from_directory(path: Path) -> ModelArch:
             hidden_act=_activation(fields.source, config.get("hidden_act", "silu")),
             bos_token_id=config.get("bos_token_id") if isinstance(config.get("bos_token_id"), int) else None,
             eos_token_ids=_eos_from_directory(path, config),
-            weight_bytes=weight_bytes,
+            weight_bytes=sum(header.num_bytes for header in tensors.values()),
             num_parameters=num_parameters,
+            formats=formats,
             name=path.resolve().name,
         ),
         fields.source,
@@ -133,12 +91,12 @@ def _activation(source: str, name: Any) -> str:
     return kinds[name]
 
 
-def _rope_from_config(fields: _Fields) -> RopeConfig:
+def _rope_from_config(fields: Fields) -> RopeConfig:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     entry = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
     if not isinstance(entry, dict):
         raise ValueError(f"{fields.source}: rope_scaling is not an object")
-    rope = _Fields(f"{fields.source}: rope settings", entry)
+    rope = Fields(f"{fields.source}: rope settings", entry)
     kind = entry.get("rope_type") or entry.get("type") or "default"
     if kind not in _ROPE_TYPES:
         raise ValueError(f"{rope.source}: type {kind!r} is not supported; supported: {', '.join(_ROPE_TYPES)}")
@@ -165,7 +123,7 @@ def _rope_from_config(fields: _Fields) -> RopeConfig:
     )
 
 
-def _yarn_attention_factor(rope: _Fields) -> float | None:
+def _yarn_attention_factor(rope: Fields) -> float | None:
     """DeepSeek's `mscale` and `mscale_all_dim` are another way of writing `attention_factor`."""
     if rope.values.get("attention_factor") is not None:
         return rope.number("attention_factor")
@@ -179,10 +137,10 @@ def _yarn_attention_factor(rope: _Fields) -> float | None:
 def _eos_from_directory(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """Every id that one of the three configs calls the end of a sequence: they often disagree, and all are meant."""
     ids: set[int] = set()
-    for source in (config, _optional_json(path / "generation_config.json")):
+    for source in (config, optional_json(path / "generation_config.json")):
         value = source.get("eos_token_id")
         ids.update(item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int))
-    tokenizer = _optional_json(path / "tokenizer_config.json")
+    tokenizer = optional_json(path / "tokenizer_config.json")
     token = tokenizer.get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     if isinstance(token, str):
@@ -190,7 +148,7 @@ def _eos_from_directory(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
         if isinstance(added, dict):
             named = [(key, entry) for key, entry in added.items() if isinstance(entry, dict)]
         else:
-            entries = _optional_json(path / "tokenizer.json").get("added_tokens")
+            entries = optional_json(path / "tokenizer.json").get("added_tokens")
             entries = entries if isinstance(entries, list) else []
             named = [(entry.get("id"), entry) for entry in entries if isinstance(entry, dict)]
         for number, entry in named:
@@ -199,59 +157,6 @@ def _eos_from_directory(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
                     raise ValueError(f"{path}: the end-of-sequence token {token!r} has the id {number!r}, not a number")
                 ids.add(int(number))
     return tuple(sorted(ids))
-
-
-def safetensors_files(path: Path) -> list[Path]:
-    """The checkpoint's files: those of model.safetensors.index.json, or the single one there is."""
-    index_path = path / "model.safetensors.index.json"
-    if index_path.exists():
-        weight_map = read_json(index_path).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError(f"{index_path}: weight_map is not an object of file names")
-        names = sorted(set(weight_map.values()))
-        for name in names:
-            if name != Path(name).name or not name.endswith(".safetensors"):
-                raise ValueError(f"{index_path}: {name!r} is not the name of a safetensors file beside it")
-            if not (path / name).exists():
-                raise ValueError(f"{index_path}: {name} is missing: the download is incomplete")
-        return [path / name for name in names]
-    files = sorted(path.glob("*.safetensors"))
-    if len(files) != 1:
-        found = "no" if not files else f"{len(files)}"
-        raise ValueError(f"{path}: there are {found} .safetensors files and no model.safetensors.index.json")
-    return files
-
-
-def safetensors_sizes(path: Path) -> tuple[int, int]:
-    """(bytes, elements) of all tensors in the directory, from the files' headers."""
-    num_bytes = elements = 0
-    for file_path in safetensors_files(path):
-        for name, entry in _safetensors_header(file_path).items():
-            if name == "__metadata__":
-                continue
-            try:
-                begin, end = entry["data_offsets"]
-                num_bytes += end - begin
-                elements += math.prod(entry["shape"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{file_path}: the header entry of {name!r} is malformed") from error
-    return num_bytes, elements
-
-
-def _safetensors_header(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= min(_MAX_SAFETENSORS_HEADER, size - 8):
-            raise ValueError(f"{path}: not a safetensors file (its header length is {length})")
-        try:
-            header = json.loads(file.read(length))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: not a safetensors file (its header is not JSON)") from error
-    if not isinstance(header, dict):
-        raise ValueError(f"{path}: not a safetensors file (its header is not an object)")
-    return header
 
 
 # --- GGUF ------------------------------------------------------------------------------------------------------------
@@ -266,7 +171,7 @@ def _from_gguf(file: GGUFFile) -> ModelArch:
         )
     prefix = f"{architecture}."
     plain = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
-    fields = _Fields(f"{file.path}: {architecture} metadata", plain)
+    fields = Fields(f"{file.path}: {architecture} metadata", plain)
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ValueError(f"{file.path}: there is no token_embd.weight matrix in this file")
@@ -302,13 +207,14 @@ def _from_gguf(file: GGUFFile) -> ModelArch:
             eos_token_ids=tuple(sorted({item for item in eos if isinstance(item, int)})),
             weight_bytes=sum(info.num_bytes for info in tensors.values()),
             num_parameters=sum(info.num_elements for info in tensors.values()),
+            formats=gguf_formats(tensors),
             name=file.path.stem,
         ),
         str(file.path),
     )
 
 
-def _rope_from_gguf(fields: _Fields) -> RopeConfig:
+def _rope_from_gguf(fields: Fields) -> RopeConfig:
     theta = fields.number("rope.freq_base", 10000.0)
     kind = fields.values.get("rope.scaling.type", "none")
     if kind == "none":

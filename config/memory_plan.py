@@ -7,9 +7,13 @@ themselves take are estimates, and said to be.
 from msgspec import Struct
 
 from config.bytesize import format_size
-from config.schema import Config, ModelArch
+from config.schema import Config, ModelArch, ModelConfig, WeightFormat
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+# Of one weight in the matrices of the compiled CPU kernels; scales (and minimums) of 32 weights: float16 (int4, two) or
+# float32 (int8, one).
+_KEPT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 32, "int4": 0.5 + 2 * 2 / 32}
 
 # Resident size of a rank with torch loaded and no model, and of each other process; measured with torch 2.13 for CPUs.
 RANK_RUNTIME = 350 << 20
@@ -70,6 +74,8 @@ class _Parameters(Struct, frozen=True):
     head: int  # 0 when tied: then it is the embedding
     column_parallel: int  # q, k, v, gate, up
     row_parallel: int  # o, down
+    column_biases: int
+    row_biases: int
     norms: int
 
 
@@ -80,18 +86,15 @@ def _parameters(arch: ModelArch, tp: int) -> _Parameters:
     table = -(-arch.vocab_size // tp) * hidden
     column = hidden * (queries + 2 * keys + 2 * inner)
     row = queries * hidden + inner * hidden
-    if arch.qkv_bias:
-        column += queries + 2 * keys
-    if arch.mlp_bias:
-        column += 2 * inner
-        row += hidden
-    if arch.o_bias:
-        row += hidden
+    column_biases = (queries + 2 * keys if arch.qkv_bias else 0) + (2 * inner if arch.mlp_bias else 0)
+    row_biases = hidden * (arch.o_bias + arch.mlp_bias)
     return _Parameters(
         embedding=table,
         head=0 if arch.tie_embeddings else table,
         column_parallel=arch.num_layers * column,
         row_parallel=arch.num_layers * row,
+        column_biases=arch.num_layers * column_biases,
+        row_biases=arch.num_layers * row_biases,
         norms=(2 * arch.num_layers + 1) * hidden,
     )
 
@@ -99,11 +102,53 @@ def _parameters(arch: ModelArch, tp: int) -> _Parameters:
 def parameter_count(arch: ModelArch, tp: int = 1) -> int:
     """Parameters that one of `tp` ranks holds; with one rank, those of the model."""
     parts = _parameters(arch, tp)
-    return parts.embedding + parts.head + parts.column_parallel + parts.row_parallel + parts.norms
+    matrices = parts.embedding + parts.head + parts.column_parallel + parts.row_parallel
+    return matrices + parts.column_biases + parts.row_biases + parts.norms
 
 
-def cpu_weight_bytes(arch: ModelArch, dtype: str, has_bfloat16: bool, tp: int = 1) -> tuple[int, str]:
-    """(bytes that one rank's weights take in the CPU backend, what is worth knowing about that or "").
+def weight_bytes(
+    arch: ModelArch, model: ModelConfig, native_kernels: bool, has_bfloat16: bool, tp: int = 1
+) -> tuple[int, str]:
+    """(bytes that one rank's weights take on a CPU, what is worth knowing about that or "").
+
+    `model.dtype` is settled; `has_bfloat16`: the CPU has instructions for it.
+    """
+    if native_kernels:
+        return _native_weight_bytes(arch, model, tp)
+    return _torch_weight_bytes(arch, model.dtype, has_bfloat16, tp)
+
+
+def _native_weight_bytes(arch: ModelArch, model: ModelConfig, tp: int) -> tuple[int, str]:
+    """With compiled kernels: matrices in the formats they have in the checkpoint; norms and biases in float32.
+
+    The embedding is a matrix like any other: rows are dequantized as they are needed. A tied one is also the head.
+    """
+    parts = _parameters(arch, tp)
+    matrices = parts.column_parallel + parts.row_parallel
+    counts = arch.formats.layers or {"bfloat16": matrices}
+    # All ranks have the same share of each matrix, so of each format.
+    held: dict[WeightFormat, float] = {}
+    for weight_format, elements in (
+        *((name, count / sum(counts.values()) * matrices) for name, count in counts.items()),
+        (arch.formats.embedding, parts.embedding),
+        (arch.formats.head, parts.head),
+    ):
+        kept = _kept_format(weight_format, model)
+        held[kept] = held.get(kept, 0) + elements
+    total = sum(elements * _KEPT_BYTES[kept] for kept, elements in held.items())
+    total += 4 * (parts.column_biases + parts.row_biases + parts.norms)
+    return round(total), f"matrices are held as {', '.join(sorted(kept for kept in held if held[kept]))}"
+
+
+def _kept_format(weight_format: WeightFormat, model: ModelConfig) -> WeightFormat:
+    """The format in which the compiled kernels hold a matrix that has `weight_format` in the checkpoint."""
+    if weight_format in ("int4", "int8"):
+        return weight_format if model.quantization == "auto" else "bfloat16"
+    return "bfloat16" if "bfloat16" in (weight_format, model.dtype) else "float32"
+
+
+def _torch_weight_bytes(arch: ModelArch, dtype: str, has_bfloat16: bool, tp: int) -> tuple[int, str]:
+    """With plain torch operations.
 
     The backend multiplies in float32 unless the CPU has bfloat16 instructions, and keeps matrices as it multiplies
     them. The head gives float32 logits, so it is always held as float32, in a copy of its own even when it is tied to
@@ -113,8 +158,9 @@ def cpu_weight_bytes(arch: ModelArch, dtype: str, has_bfloat16: bool, tp: int = 
     own = DTYPE_BYTES[dtype]
     matrix = 2 if dtype == "bfloat16" and has_bfloat16 else 4
     head = 4 * (parts.head or parts.embedding)
-    row = parts.row_parallel * (matrix if tp == 1 else 4)
-    total = own * (parts.embedding + parts.norms) + head + matrix * parts.column_parallel + row
+    column = matrix * (parts.column_parallel + parts.column_biases)
+    row = (matrix if tp == 1 else 4) * (parts.row_parallel + parts.row_biases)
+    total = own * (parts.embedding + parts.norms) + head + column + row
     notes = []
     if matrix != own:
         notes.append(f"matrices are held as float32: this CPU multiplies no {dtype}")

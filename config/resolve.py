@@ -29,6 +29,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     memory_available: int
     cpu_features: frozenset[str] = frozenset()
     gpus: int = 0
+    has_compiler: bool = False  # for C++
 
     @property
     def has_bfloat16(self) -> bool:
@@ -51,6 +52,7 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
     reasons: list[str] = []
     device = _device(config, machine, reasons)
     dtype = _dtype(config, machine, reasons)
+    native_kernels = _native_kernels(config, machine, reasons)
     tp = config.worker.tp
     if not memory_plan.can_split(arch, tp):
         fitting = [str(n) for n in range(1, 65) if memory_plan.can_split(arch, n)]
@@ -82,7 +84,8 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
     asked_len = config.model.max_model_len
     if asked_len is not None and asked_len > arch.max_position:
         raise ConfigError(f"--max-model-len {asked_len}: the model was made for at most {arch.max_position} positions")
-    weights, weight_note = memory_plan.cpu_weight_bytes(arch, dtype, machine.has_bfloat16, tp)
+    model = msgspec.structs.replace(config.model, dtype=dtype)
+    weights, weight_note = memory_plan.weight_bytes(arch, model, native_kernels, machine.has_bfloat16, tp)
     draft = MemoryPlan(
         tp=tp,
         weights=weights,
@@ -104,7 +107,7 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
     max_model_len = _max_model_len(asked_len, arch, plan, config.worker.kv_memory, reasons)
 
     resolved = Config(
-        model=msgspec.structs.replace(config.model, dtype=dtype, max_model_len=max_model_len),
+        model=msgspec.structs.replace(model, max_model_len=max_model_len),
         server=config.server,
         tokenizer=config.tokenizer,
         scheduler=msgspec.structs.replace(config.scheduler, max_step_tokens=step_tokens, prefill_chunk=chunk),
@@ -139,6 +142,17 @@ def _dtype(config: Config, machine: Machine, reasons: list[str]) -> str:
         return "bfloat16"
     reasons.append("dtype float32: this CPU has no bfloat16 instructions, without which bfloat16 is slower")
     return "float32"
+
+
+def _native_kernels(config: Config, machine: Machine, reasons: list[str]) -> bool:
+    """Whether the ranks will probably use compiled kernels: with "auto", each decides when it has tried to compile."""
+    if config.worker.kernels != "auto":
+        return config.worker.kernels == "native"
+    if machine.has_compiler:
+        reasons.append("kernels native: there is a C++ compiler (torch if it fails)")
+    else:
+        reasons.append("kernels torch: no C++ compiler was found ($CXX, c++, g++, clang++)")
+    return machine.has_compiler
 
 
 def _kv_memory(config: Config, plan: MemoryPlan, length: int, machine: Machine, reasons: list[str]) -> int:

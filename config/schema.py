@@ -15,6 +15,7 @@ PolicyName = Literal["fcfs", "priority", "longest-prefix", "fair", "deadline"]
 Preference = Literal["mixed", "prefill", "decode"]
 Shortage = Literal["wait", "recompute", "swap"]
 EvictionName = Literal["lru", "lfu", "fifo"]
+WeightFormat = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 
 PortNumber = Annotated[int, Meta(ge=0, le=65535)]
 
@@ -30,6 +31,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         tuple[str, ...], Meta(description="names clients may ask for, comma-separated (default: the model's own name)")
     ] = ()
     dtype: Annotated[DType, Meta(description="number type of activations and KV cache")] = "auto"
+    quantization: Annotated[
+        Literal["auto", "none"],
+        Meta(
+            description="quantized weights are multiplied as integers, as they are in the file (auto), or dequantized "
+            "when they are loaded (none)"
+        ),
+    ] = "auto"
     max_model_len: (
         Annotated[
             int, Meta(description="longest prompt plus output, in tokens (default: what the model declares)", ge=16)
@@ -186,6 +194,13 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ),
     ] = None
     threads: Annotated[int, Meta(description="compute threads of each rank on a CPU", ge=1, le=1024)] | None = None
+    kernels: Annotated[
+        Literal["auto", "native", "torch"],
+        Meta(
+            description="CPU kernels: compiled C++ (native), or plain torch operations (torch); auto: native where "
+            "there is a C++ compiler"
+        ),
+    ] = "auto"
     deterministic: Annotated[
         bool | None, Meta(description="same request, same tokens, whatever else runs (default: on for CPU)")
     ] = None
@@ -200,6 +215,15 @@ class SupervisorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     recovery_timeout: Annotated[
         float, Meta(description="seconds that running requests wait for killed ranks to come back", ge=1, le=3600)
     ] = 60.0
+    hang_timeout: Annotated[
+        float,
+        Meta(
+            description="seconds after which a rank that does not answer is killed and replaced, or 5 times the "
+            "predicted step time if that is longer",
+            ge=1,
+            le=86400,
+        ),
+    ] = 30.0
     ready_timeout: Annotated[float, Meta(description="seconds within which everything must be ready", ge=1)] = 300.0
     drain_timeout: Annotated[
         float, Meta(description="seconds that running requests get to finish after SIGTERM", ge=0)
@@ -210,7 +234,7 @@ class SupervisorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All settings. Before `resolve`, fields may be None or "auto"; after it, none is."""
+    """All settings. Before `resolve`, fields may be None or "auto"; after it, only `quantization` and `kernels` are."""
 
     model: ModelConfig = ModelConfig()
     server: ServerConfig = ServerConfig()
@@ -232,6 +256,14 @@ class RopeConfig(Struct, frozen=True, kw_only=True):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+
+
+class WeightFormats(Struct, frozen=True, kw_only=True):
+    """How a checkpoint keeps its matrices; int4 and int8 are codes with a scale for each 32 inputs of a row."""
+
+    layers: dict[WeightFormat, int] = {}  # elements of the layers' matrices by format; empty: all are bfloat16
+    embedding: WeightFormat = "bfloat16"
+    head: WeightFormat = "bfloat16"  # when tied, that of the embedding
 
 
 class ModelArch(Struct, frozen=True, kw_only=True):
@@ -257,6 +289,7 @@ class ModelArch(Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()  # union over config, generation_config and tokenizer
     weight_bytes: int = 0  # size of the tensors in the file(s)
     num_parameters: int = 0
+    formats: WeightFormats = WeightFormats()
     name: str = ""
 
 

@@ -1,17 +1,25 @@
 """The op set that models are written against; a device backend implements it (`gpu_workers.backends`).
 
-Shapes: T flat tokens, H query heads, G KV heads, D head dimension, N and K output and input features. Tensors are in
-the backend's compute dtype unless said otherwise.
+Shapes: T flat tokens, S of them whose logits are wanted, H query heads, G KV heads, D head dimension, N and K output
+and input features, I the width of a gated MLP.
+
+A model's forward is a pure composition of these ops. A backend may carry them out one by one, on tensors in its compute
+dtype, or record them once and replay the recording (`compile`): a model must not look into what an op returns.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gpu_workers.batch import ForwardBatch
+from gpu_workers.comm import Comm
+from gpu_workers.weights.quantized import QuantizedWeight
 
 Weight = Any  # what `load_linear` returned: its layout is the backend's own business
+Array = Any  # what an op returned: a tensor, or its place in a recording
+LoadedWeight = torch.Tensor | QuantizedWeight  # [N, K] as it comes from a checkpoint
 
 
 class Backend(ABC):
@@ -20,18 +28,29 @@ class Backend(ABC):
     device: torch.device
     dtype: torch.dtype
 
+    takes_quantized = False  # whether the `load_` methods accept QuantizedWeight
+
     @abstractmethod
     def load_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
+        self, weight: LoadedWeight, bias: torch.Tensor | None, partial: bool = False, precise: bool = False
     ) -> Weight:
-        """Prepare a [N, K] weight (any float dtype) and an optional [N] bias for `linear`; called once a weight.
+        """Prepare a [N, K] weight and an optional [N] bias for `linear`; called once a weight.
 
-        `out_dtype` is that of the products where it is not the compute dtype: float32 for logits and for partial sums.
+        `partial`: its products are summed over ranks, so they stay float32 until then. `precise`: a backend that
+        quantizes activations spares no bits of this weight's.
         """
 
     @abstractmethod
-    def load_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Place a norm weight or an embedding table on the device, in the compute dtype."""
+    def load_gated_linear(self, weight: LoadedWeight, bias: torch.Tensor | None) -> Weight:
+        """Prepare a [2 I, K] weight, the rows of the gate before those that it gates, for `gated_linear`."""
+
+    @abstractmethod
+    def load_vocabulary(self, table: LoadedWeight, head: LoadedWeight | None) -> tuple[Weight, Weight]:
+        """Prepare [vocabulary, hidden] weights for `embed` and for `logits`; no `head`: it is the table."""
+
+    @abstractmethod
+    def load_norm(self, weight: torch.Tensor) -> Weight:
+        """Prepare the [K] weight of a norm."""
 
     @abstractmethod
     def load_rope(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -56,34 +75,50 @@ class Backend(ABC):
     def copy_blocks_in(self, kv: Any, host_kv: Any, pairs: torch.Tensor) -> None:
         """The way back, as `copy_blocks_out`; `pairs` [N, 2] int64: host block id, block id."""
 
-    @abstractmethod
-    def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T] int64 -> [T, hidden]."""
+    def compile(self, forward: Callable[[ForwardBatch, Any], Array]) -> Callable[[ForwardBatch, Any], torch.Tensor]:
+        """`forward(batch, kv)` as something that runs: [S, vocabulary] float32 logits."""
+        return forward
 
     @abstractmethod
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def embed(self, table: Weight, batch: ForwardBatch, first: int = 0) -> Array:
+        """[T, hidden]: row id - first of the table for each token id, zeros for ids that it has no row for."""
+
+    @abstractmethod
+    def rms_norm(self, x: Array, weight: Weight, eps: float) -> Array:
         """RMSNorm over the last axis (Zhang & Sennrich 2019), computed in float32."""
 
     @abstractmethod
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_rms_norm(self, x: Array, residual: Array, weight: Weight, eps: float) -> tuple[Array, Array]:
         """(normed(x + residual), x + residual)."""
 
     @abstractmethod
-    def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def select_logits_rows(self, x: Array, batch: ForwardBatch) -> Array:
+        """[T, ...] -> [S, ...]."""
+
+    @abstractmethod
+    def linear(self, x: Array, weight: Weight) -> Array:
         """[T, K] -> [T, N]; with `deterministic`, a row's result does not depend on the other rows or on T."""
 
     @abstractmethod
-    def rope_and_write(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: Any, layer: int, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Rotate q [T, H, D] and k [T, G, D] by position and write k and v into the pool; returns the rotated q."""
+    def gated_linear(self, x: Array, weight: Weight, kind: str) -> Array:
+        """[T, K] -> [T, I]: act(gate) * up; `kind` is "silu" or "gelu" (tanh form)."""
 
     @abstractmethod
-    def attention(self, q: torch.Tensor, kv: Any, layer: int, batch: ForwardBatch) -> torch.Tensor:
-        """Causal attention of q [T, H, D] over the paged pool -> [T, H * D]."""
+    def logits(self, x: Array, head: Weight) -> Array:
+        """[S, hidden] -> [S, vocabulary], float32."""
 
     @abstractmethod
-    def gated_activation(self, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
-        """[T, 2 I] -> [T, I]: act(first half) * second half; `kind` is "silu" or "gelu" (tanh form)."""
+    def rope_and_write(self, qkv: Array, num_heads: int, kv: Any, layer: int, batch: ForwardBatch) -> Array:
+        """Rotate q and k by position and write k and v into the pool.
+
+        `qkv` [T, (H + 2 G) D] has the query, key and value heads in that order; the rotated q is returned, for
+        `attention`.
+        """
+
+    @abstractmethod
+    def attention(self, q: Array, kv: Any, layer: int, batch: ForwardBatch) -> Array:
+        """Causal attention over the paged pool -> [T, H * D]."""
+
+    @abstractmethod
+    def all_reduce(self, x: Array, comm: Comm) -> Array:
+        """The sum of all ranks' `x`."""

@@ -45,7 +45,13 @@ class Worker:
         config = spec.config
         settings = config.worker
         backend = make_backend(
-            settings.device, config.model.dtype, settings.threads, deterministic=bool(settings.deterministic)
+            settings.device,
+            config.model.dtype,
+            settings.threads,
+            deterministic=bool(settings.deterministic),
+            kernels=settings.kernels,
+            quantized=config.model.quantization == "auto",
+            progress=control.stage,
         )
         self._comm = make_comm(spec.index, settings.tp, spec.rendezvous_port)
         control.stage("loading weights", 0.0)

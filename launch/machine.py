@@ -6,6 +6,7 @@ scheduler/sched-bwc.rst). Paths below `root`, so that tests can lay out a machin
 
 import math
 import os
+import shutil
 from pathlib import Path
 
 import psutil
@@ -32,7 +33,14 @@ def look_around(root: Path = Path("/")) -> Machine:
         memory_available=available,
         cpu_features=_cpu_features(root),
         gpus=count_gpus(root),
+        has_compiler=_has_compiler(),
     )
+
+
+def _has_compiler() -> bool:
+    """Whether there is a C++ compiler: the one that CXX names (its first word), or else one of the usual ones."""
+    named = os.environ.get("CXX", "").split()[:1]
+    return any(shutil.which(name) for name in named or ("c++", "g++", "clang++"))
 
 
 def _read(path: Path) -> str:

@@ -2,7 +2,8 @@
 
 `python -m tools.score --model FILE --reference FILE --dtype float32` feeds prompt plus reference output of each row
 through the model, in this process. At every output step whose margin (gap between the reference's best two
-log-probabilities) is above the dtype's numeric tolerance, the best token must be the reference's.
+log-probabilities) is above the tolerance, the best token must be the reference's. The tolerance is that of the dtype's
+rounding, or with weights multiplied as integers 0.5.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from gpu_workers.weights.source import Weights
 from ipc.control import StartError
 
 TOLERANCES = {"float32": 0.001, "bfloat16": 0.25}
+QUANTIZED_TOLERANCE = 0.5
 _BLOCK_SIZE = 16
 
 
@@ -57,10 +59,10 @@ class Score:
         return ranked[min(int(fraction * len(ranked)), len(ranked) - 1)]
 
 
-def load(path: Path, dtype: str, threads: int | None) -> LlamaModel:
+def load(path: Path, dtype: str, threads: int | None, kernels: str = "auto", quantized: bool = False) -> LlamaModel:
     """The model in this process, alone; StartError or ValueError when it can't be loaded."""
     arch = read_arch(path)
-    backend = make_backend("cpu", dtype, threads, deterministic=True)
+    backend = make_backend("cpu", dtype, threads, deterministic=True, kernels=kernels, quantized=quantized)
     weights = Weights(open_source(path), lambda fraction: None)
     return model_class(arch.family)(arch, None, weights, backend, LocalComm())
 
@@ -119,16 +121,26 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--dtype", choices=sorted(TOLERANCES), default="float32", help="compute dtype")
     parser.add_argument("--threads", type=int, default=None, help="compute threads (default: torch's choice)")
+    parser.add_argument(
+        "--quantization",
+        choices=("auto", "none"),
+        default="auto",
+        help="quantized weights are multiplied as integers (auto), or dequantized (none); as of the server",
+    )
+    parser.add_argument(
+        "--kernels", choices=("auto", "native", "torch"), default="auto", help="CPU kernels, as of the server"
+    )
     arguments = parser.parse_args(argv)
-    tolerance = TOLERANCES[arguments.dtype]
+    quantized = arguments.quantization == "auto"
     try:
         rows = [json.loads(line) for line in arguments.reference.read_text().splitlines()]
         if not rows:
             raise ValueError(f"{arguments.reference}: there are no rows in this file")
-        model = load(arguments.model, arguments.dtype, arguments.threads)
+        model = load(arguments.model, arguments.dtype, arguments.threads, arguments.kernels, quantized)
     except (OSError, ValueError, StartError) as error:
         print(f"tools.score: {error}", file=sys.stderr)
         return 2
+    tolerance = QUANTIZED_TOLERANCE if quantized and model.backend.takes_quantized else TOLERANCES[arguments.dtype]
     score = Score()
     started = time.monotonic()
     for number, row in enumerate(rows, start=1):

@@ -24,6 +24,7 @@ import time
 import zipfile
 from pathlib import Path
 
+from kernels.cpu.build import find_compiler
 from launch.gpus import count_gpus
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -194,8 +195,8 @@ def main() -> int:
     """Exit status: 0 when everything is in place."""
     if is_current():
         return 0
-    if not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++")):
-        say("warning: no C++ compiler found (g++ or clang++); kernels will be plain torch operations")
+    if find_compiler() is None:
+        say("warning: no C++ compiler found (g++ or clang++, or CXX); CPU kernels will be plain torch operations")
     try:
         if not PYTHON.exists():
             say(f"making a virtual environment in {VENV.name} (Python {sys.version.split()[0]}) ...")

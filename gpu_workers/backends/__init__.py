@@ -1,32 +1,49 @@
 """Device backends by name; one is imported only when it is asked for."""
 
-from importlib import import_module
-from typing import Protocol, cast
+import logging
+from collections.abc import Callable
 
 import torch
 
 from gpu_workers.backend import Backend
 from ipc.control import StartError
 
-# device -> module with a function `create(dtype, threads, deterministic) -> Backend`
-_BACKENDS = {"cpu": "gpu_workers.backends.torch_cpu"}
+log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class _Module(Protocol):
-    def create(self, dtype: torch.dtype, threads: int | None, deterministic: bool) -> Backend: ...
-
-
-def make_backend(device: str, dtype: str, threads: int | None, deterministic: bool) -> Backend:
+def make_backend(
+    device: str,
+    dtype: str,
+    threads: int | None,
+    deterministic: bool,
+    kernels: str = "auto",
+    quantized: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Backend:
     """The backend for a resolved `device` and `dtype` ("float32" or "bfloat16").
 
-    `threads` is the number of compute threads of this rank (None: torch's choice). With `deterministic`, a row's result
-    does not depend on the other rows of its batch. StartError when there is no such backend.
+    `threads` is the number of compute threads of this rank (None: torch's choice). With `deterministic`, a row's
+    result does not depend on the other rows of its batch. `kernels`: "native" (compiled), "torch", or "auto", which
+    takes torch with a warning where the native ones can't be compiled. `quantized`: quantized weights are multiplied
+    as they are, if the kernels can. `progress` is told in words what takes long. StartError when there is no such
+    backend.
     """
-    if device not in _BACKENDS:
-        raise StartError(f"--device {device} has no backend here; available: {', '.join(sorted(_BACKENDS))}.")
+    if device != "cpu":
+        raise StartError(f"--device {device} has no backend here; available: cpu.")
     if dtype not in _DTYPES:
         raise StartError(f"--dtype {dtype} is not supported on {device}; choose one of: {', '.join(_DTYPES)}.")
-    module = cast(_Module, import_module(_BACKENDS[device]))
-    return module.create(_DTYPES[dtype], threads, deterministic)
+    if kernels != "torch":
+        from gpu_workers.backends.native_cpu import NativeCpuBackend
+        from kernels.cpu.build import BuildError
+
+        try:
+            return NativeCpuBackend(_DTYPES[dtype], threads or torch.get_num_threads(), quantized, progress)
+        except BuildError as error:
+            if kernels == "native":
+                raise StartError(f"--kernels native: {error}") from error
+            log.warning("plain torch operations instead of the CPU kernels, many times slower: %s", error)
+    from gpu_workers.backends.torch_cpu import create
+
+    return create(_DTYPES[dtype], threads, deterministic)

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from gpu_workers.backend import Backend
+from gpu_workers.backend import Backend, LoadedWeight
 from gpu_workers.backends.host_kv import HostKV
 from gpu_workers.backends.torch_attention import AttentionPlan, PagedKV, attend
 from gpu_workers.batch import ForwardBatch
+from gpu_workers.comm import Comm
 
 _PACKED_ROWS = 32  # the row count oneDNN lays weights out for; at 1 it takes another kernel for single rows
 
@@ -70,9 +71,21 @@ class TorchCpuBackend(Backend):
         self._plan: AttentionPlan | None = None
 
     def load_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
+        self, weight: LoadedWeight, bias: torch.Tensor | None, partial: bool = False, precise: bool = False
     ) -> Linear:
-        out_dtype = out_dtype or self.dtype
+        return self._load(weight, bias, torch.float32 if partial else self.dtype)
+
+    def load_gated_linear(self, weight: LoadedWeight, bias: torch.Tensor | None) -> Linear:
+        return self._load(weight, bias, self.dtype)
+
+    def load_vocabulary(self, table: LoadedWeight, head: LoadedWeight | None) -> tuple[torch.Tensor, Linear]:
+        return self.load_norm(_as_tensor(table)), self._load(table if head is None else head, None, torch.float32)
+
+    def load_norm(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self.dtype, copy=True)
+
+    def _load(self, loaded: LoadedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype) -> Linear:
+        weight = _as_tensor(loaded)
         operand = torch.bfloat16 if self._bf16_products and out_dtype == torch.bfloat16 else torch.float32
         features = weight.shape[0]
         weight = weight.to(self.dtype).to(operand)
@@ -84,9 +97,6 @@ class TorchCpuBackend(Backend):
             weight = F.pad(weight, (0, 0, 0, -features % 16)).contiguous()
             bias = None if bias is None else F.pad(bias, (0, -features % 16))
         return Linear(weight, bias, features, operand, out_dtype)
-
-    def load_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.dtype, copy=True)
 
     def load_rope(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         self._cos, self._sin = cos, sin
@@ -105,8 +115,12 @@ class TorchCpuBackend(Backend):
     def copy_blocks_in(self, kv: PagedKV, host_kv: HostKV, pairs: torch.Tensor) -> None:
         host_kv.copy_in(kv, pairs)
 
-    def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        return table.index_select(0, token_ids)
+    def embed(self, table: torch.Tensor, batch: ForwardBatch, first: int = 0) -> torch.Tensor:
+        rows = batch.token_ids - first
+        elsewhere = (rows < 0) | (rows >= table.shape[0])
+        if not elsewhere.any():
+            return table.index_select(0, rows)
+        return table.index_select(0, rows.masked_fill(elsewhere, 0)).masked_fill_(elsewhere[:, None], 0)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if self.dtype == torch.float32:
@@ -120,6 +134,18 @@ class TorchCpuBackend(Backend):
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
+    def select_logits_rows(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        return x[batch.logits_rows]
+
+    def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
+        return self.linear(x, head)
+
+    def gated_linear(self, x: torch.Tensor, weight: Linear, kind: str) -> torch.Tensor:
+        return self.gated_activation(self.linear(x, weight), kind)
+
+    def all_reduce(self, x: torch.Tensor, comm: Comm) -> torch.Tensor:
+        return comm.all_reduce(x).to(self.dtype)
+
     def linear(self, x: torch.Tensor, weight: Linear) -> torch.Tensor:
         x = x.to(weight.operand)
         if self._packed:
@@ -132,9 +158,11 @@ class TorchCpuBackend(Backend):
         return y.to(weight.out_dtype)  # type: ignore[no-any-return]
 
     def rope_and_write(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: PagedKV, layer: int, batch: ForwardBatch
+        self, qkv: torch.Tensor, num_heads: int, kv: PagedKV, layer: int, batch: ForwardBatch
     ) -> torch.Tensor:
         plan = self._plan_of(batch, kv)
+        heads = qkv.view(qkv.shape[0], num_heads + 2 * kv.num_kv_heads, -1)
+        q, k, v = torch.split(heads, [num_heads, kv.num_kv_heads, kv.num_kv_heads], dim=1)
         kv.write(layer, plan, self._rotate(k, plan), v)
         return self._rotate(q, plan)
 
@@ -157,6 +185,7 @@ class TorchCpuBackend(Backend):
         return self._plan
 
     def gated_activation(self, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
+        """[T, 2 I] -> [T, I]: act(first half) * second half."""
         gate, up = (half.float() for half in gate_up.chunk(2, dim=-1))
         if kind == "silu":
             activated = gate / torch.neg(gate).exp_().add_(1)
@@ -167,3 +196,8 @@ class TorchCpuBackend(Backend):
             return activated.mul_(up)
         # A bfloat16 model rounds the activation before the product, and the product.
         return activated.to(self.dtype).mul_(up.to(self.dtype))
+
+
+def _as_tensor(weight: LoadedWeight) -> torch.Tensor:
+    """This backend says that it takes no quantized weights, but a model may hold some beside others."""
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantize()

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from config.schema import ModelArch
-from gpu_workers.backend import Backend, Weight
+from gpu_workers.backend import Array, Backend, LoadedWeight, Weight
 from gpu_workers.batch import ForwardBatch
 from gpu_workers.comm import Comm
+from gpu_workers.weights.quantized import GROUP, QuantizedWeight, cat
 from gpu_workers.weights.source import Weights
 from ipc.control import StartError
 from kernels.reference import rope_frequencies, rope_tables
@@ -22,10 +23,10 @@ from kernels.reference import rope_frequencies, rope_tables
 
 @dataclass(slots=True, frozen=True)
 class _Layer:
-    attention_norm: torch.Tensor
+    attention_norm: Weight
     qkv: Weight  # rows: the rank's query heads, its key heads, its value heads
     output: Weight
-    mlp_norm: torch.Tensor
+    mlp_norm: Weight
     gate_up: Weight
     down: Weight
 
@@ -50,13 +51,13 @@ class LlamaModel:
         weights.require(expected)
         weights.forbid_others(expected, ignored=_is_derived)
         self._load_rope(weights, max_length or arch.max_position)
-        embedding = self._vocabulary_rows(weights.take("model.embed_tokens.weight"))
-        self._embedding = backend.load_tensor(embedding)
-        head = embedding if arch.tie_embeddings else self._vocabulary_rows(weights.take("lm_head.weight"))
-        self._head = backend.load_linear(head, None, torch.float32)
-        self._norm = backend.load_tensor(weights.take("model.norm.weight"))
-        del embedding, head
+        table = self._vocabulary_rows(self._take(weights, "model.embed_tokens.weight"))
+        head = None if arch.tie_embeddings else self._vocabulary_rows(self._take(weights, "lm_head.weight"))
+        self._embedding, self._head = backend.load_vocabulary(table, head)
+        del table, head
+        self._norm = backend.load_norm(weights.take("model.norm.weight"))
         self._layers = [self._load_layer(weights, f"model.layers.{index}.") for index in range(arch.num_layers)]
+        self._run = backend.compile(self._local_logits)
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -84,35 +85,54 @@ class LlamaModel:
         arch, backend = self.arch, self.backend
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         return _Layer(
-            attention_norm=backend.load_tensor(weights.take(prefix + "input_layernorm.weight")),
-            qkv=self._column_parallel(weights, [f"{attention}{name}_proj" for name in "qkv"], arch.qkv_bias),
+            attention_norm=backend.load_norm(weights.take(prefix + "input_layernorm.weight")),
+            qkv=backend.load_linear(
+                *self._column_parallel(weights, [f"{attention}{name}_proj" for name in "qkv"], arch.qkv_bias),
+                precise=True,  # what is rounded here is amplified: scores go through an exponential
+            ),
             output=self._row_parallel(weights, attention + "o_proj", arch.o_bias),
-            mlp_norm=backend.load_tensor(weights.take(prefix + "post_attention_layernorm.weight")),
-            gate_up=self._column_parallel(weights, [mlp + "gate_proj", mlp + "up_proj"], arch.mlp_bias),
+            mlp_norm=backend.load_norm(weights.take(prefix + "post_attention_layernorm.weight")),
+            gate_up=backend.load_gated_linear(
+                *self._column_parallel(weights, [mlp + "gate_proj", mlp + "up_proj"], arch.mlp_bias)
+            ),
             down=self._row_parallel(weights, mlp + "down_proj", arch.mlp_bias),
         )
 
-    def _column_parallel(self, weights: Weights, names: list[str], has_bias: bool) -> Weight:
-        """Several linears of the same input as one, of each this rank's slice of the output features."""
-        merged = torch.cat([self._slice(weights.take(f"{name}.weight"), 0) for name in names])
-        bias = torch.cat([self._slice(weights.take(f"{name}.bias"), 0) for name in names]) if has_bias else None
-        return self.backend.load_linear(merged, bias)
+    def _column_parallel(
+        self, weights: Weights, names: list[str], has_bias: bool
+    ) -> tuple[LoadedWeight, torch.Tensor | None]:
+        """Weight and bias of several linears of the same input as one, of each this rank's slice of the outputs."""
+        parts = [self._slice(self._take(weights, f"{name}.weight"), 0) for name in names]
+        bias = None
+        if has_bias:
+            bias = torch.cat([_narrow(weights.take(f"{name}.bias"), 0, self.comm) for name in names])
+        return _merge(parts), bias
 
     def _row_parallel(self, weights: Weights, name: str, has_bias: bool) -> Weight:
-        """This rank's slice of the input features: its result is a summand, so it stays float32 until it is summed."""
-        bias = weights.take(f"{name}.bias") if has_bias else None
-        partial = torch.float32 if self.comm.size > 1 else None
-        weight = self._slice(weights.take(f"{name}.weight"), 1)
-        return self.backend.load_linear(weight, bias if self.comm.rank == 0 else None, partial)
+        """This rank's slice of the input features: its result is a summand of the whole."""
+        bias = weights.take(f"{name}.bias") if has_bias and self.comm.rank == 0 else None
+        weight = self._slice(self._take(weights, f"{name}.weight"), 1)
+        return self.backend.load_linear(weight, bias, partial=self.comm.size > 1)
 
-    def _slice(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        size = tensor.shape[axis] // self.comm.size
-        return tensor.narrow(axis, self.comm.rank * size, size)
+    def _take(self, weights: Weights, name: str) -> LoadedWeight:
+        """In integers, where the checkpoint has them and the backend multiplies them."""
+        quantized = weights.take_quantized(name) if self.backend.takes_quantized else None
+        return weights.take(name) if quantized is None else quantized
 
-    def _vocabulary_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _slice(self, weight: LoadedWeight, axis: int) -> LoadedWeight:
+        if isinstance(weight, QuantizedWeight) and axis == 1 and weight.shape[1] // self.comm.size % GROUP:
+            weight = weight.dequantize()  # the ranks' shares would split groups
+        sliced: LoadedWeight = _narrow(weight, axis, self.comm)
+        return sliced
+
+    def _vocabulary_rows(self, weight: LoadedWeight) -> LoadedWeight:
         """This rank's rows; the last rank's are filled up with zeros where the ranks don't divide the vocabulary."""
-        rows = tensor[self._vocab_start : self._vocab_start + self._vocab_shard]
-        return F.pad(rows, (0, 0, 0, self._vocab_shard - rows.shape[0]))
+        count = min(self._vocab_shard, weight.shape[0] - self._vocab_start)
+        rows = weight.narrow(0, self._vocab_start, count)
+        missing = self._vocab_shard - count
+        if not missing:
+            return rows
+        return rows.pad_rows(missing) if isinstance(rows, QuantizedWeight) else F.pad(rows, (0, 0, 0, missing))
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -124,36 +144,43 @@ class LlamaModel:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Any) -> torch.Tensor:
         """Logits [S, vocabulary], float32, of the batch's `logits_rows`, on every rank; K and V go into `kv`."""
+        return self.comm.all_gather(self._run(batch, kv))[:, : self.arch.vocab_size]
+
+    def _local_logits(self, batch: ForwardBatch, kv: Any) -> Array:
         backend, eps = self.backend, self.arch.rms_norm_eps
-        residual = self._embed(batch.token_ids)
+        residual = self._embed(batch)
         x = backend.rms_norm(residual, self._layers[0].attention_norm, eps)
         for index, layer in enumerate(self._layers):
             if index > 0:
                 x, residual = backend.add_rms_norm(x, residual, layer.attention_norm, eps)
-            x = self._attention(x, layer, index, batch, kv)
+            q = backend.rope_and_write(backend.linear(x, layer.qkv), self.num_heads, kv, index, batch)
+            x = self._sum_over_ranks(backend.linear(backend.attention(q, kv, index, batch), layer.output))
             x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = backend.gated_activation(backend.linear(x, layer.gate_up), self.arch.hidden_act)
+            x = backend.gated_linear(x, layer.gate_up, self.arch.hidden_act)
             x = self._sum_over_ranks(backend.linear(x, layer.down))
-        rows = batch.logits_rows
-        x, _ = backend.add_rms_norm(x[rows], residual[rows], self._norm, eps)
-        return self.comm.all_gather(backend.linear(x, self._head))[:, : self.arch.vocab_size]
+        x, residual = (backend.select_logits_rows(part, batch) for part in (x, residual))
+        x, _ = backend.add_rms_norm(x, residual, self._norm, eps)
+        return backend.logits(x, self._head)
 
-    def _attention(self, x: torch.Tensor, layer: _Layer, index: int, batch: ForwardBatch, kv: Any) -> torch.Tensor:
-        qkv = self.backend.linear(x, layer.qkv).view(x.shape[0], -1, self.arch.head_dim)
-        q, k, v = torch.split(qkv, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        q = self.backend.rope_and_write(q, k, v, kv, index, batch)
-        return self._sum_over_ranks(self.backend.linear(self.backend.attention(q, kv, index, batch), layer.output))
+    def _embed(self, batch: ForwardBatch) -> Array:
+        rows = self.backend.embed(self._embedding, batch, self._vocab_start)
+        return self._sum_over_ranks(rows)
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        if self.comm.size == 1:
-            return self.backend.embed(self._embedding, token_ids)
-        local = token_ids - self._vocab_start
-        elsewhere = (local < 0) | (local >= self._vocab_shard)
-        rows = self.backend.embed(self._embedding, local.masked_fill(elsewhere, 0))
-        return self.comm.all_reduce(rows.masked_fill(elsewhere[:, None], 0))
+    def _sum_over_ranks(self, x: Array) -> Array:
+        return x if self.comm.size == 1 else self.backend.all_reduce(x, self.comm)
 
-    def _sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
-        return self.comm.all_reduce(x).to(self.backend.dtype)
+
+def _narrow(weight: Any, axis: int, comm: Comm) -> Any:
+    size = weight.shape[axis] // comm.size
+    return weight.narrow(axis, comm.rank * size, size)
+
+
+def _merge(parts: list[LoadedWeight]) -> LoadedWeight:
+    """The rows of all parts; of parts in different formats, in floating point."""
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+    if len(quantized) == len(parts) and len({part.bits for part in quantized}) == 1:
+        return cat(quantized)
+    return torch.cat([part.dequantize() if isinstance(part, QuantizedWeight) else part for part in parts])
 
 
 def check_tensor_parallel(arch: ModelArch, size: int) -> None:

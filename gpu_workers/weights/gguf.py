@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from config.gguf_file import GGUFFile, TensorInfo
+from gpu_workers.weights.quantized import GROUP, QuantizedWeight
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -64,13 +65,27 @@ class GGUFSource:
         dequantized ones (SmolLM2, Q4_1). The rounding, at most 1 in 256, is small beside what 4 bits have cost already.
         """
         info = self._infos[name]
-        tensor = dequantize(
-            info, torch.frombuffer(self._data, dtype=torch.uint8, count=info.num_bytes, offset=info.offset)
-        )
+        tensor = dequantize(info, self._bytes(info))
         if info.type in _BLOCKS:
             tensor = tensor.bfloat16()
-        heads = self._heads.get(name.split(".")[-2]) if "." in name else None
+        heads = self._interleaved_heads(name)
         return tensor if heads is None else _halves_from_pairs(tensor, heads)
+
+    def read_quantized(self, name: str) -> QuantizedWeight | None:
+        """The integers of a matrix in quantized blocks, exactly as in the file; None for other tensors."""
+        info = self._infos[name]
+        if info.type not in _BLOCKS or len(info.shape) != 2:
+            return None
+        weight = _from_blocks(info, self._bytes(info))
+        heads = self._interleaved_heads(name)
+        return weight if heads is None else weight.rows(_halves_from_pairs(torch.arange(info.shape[0]), heads))
+
+    def _bytes(self, info: TensorInfo) -> torch.Tensor:
+        return torch.frombuffer(self._data, dtype=torch.uint8, count=info.num_bytes, offset=info.offset)
+
+    def _interleaved_heads(self, name: str) -> int | None:
+        """Heads of a tensor whose rows llama.cpp's converter has reordered, None for the others."""
+        return self._heads.get(name.split(".")[-2]) if "." in name else None
 
 
 def _halves_from_pairs(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -84,43 +99,49 @@ def dequantize(info: TensorInfo, data: torch.Tensor) -> torch.Tensor:
     if info.type in _PLAIN:
         return data.view(_PLAIN[info.type]).view(info.shape)
     if info.type in _BLOCKS:
-        block_bytes, decode = _BLOCKS[info.type]
-        return decode(data.view(-1, block_bytes)).view(info.shape)
+        return _from_blocks(info, data).dequantize().view(info.shape)
     raise ValueError(
         f"tensor {info.name} has the type {info.type}, which is not supported ({', '.join([*_PLAIN, *_BLOCKS])} are)"
     )
 
 
+def _from_blocks(info: TensorInfo, data: torch.Tensor) -> QuantizedWeight:
+    """A tensor in quantized blocks as integers [all axes but the last, last axis]."""
+    block_bytes, decode = _BLOCKS[info.type]
+    return decode(data.view(-1, info.shape[-1] // GROUP, block_bytes))
+
+
 def _half(blocks: torch.Tensor, begin: int) -> torch.Tensor:
-    """The float16 at byte `begin` of each block, as float32 [blocks, 1]."""
-    return blocks[:, begin : begin + 2].contiguous().view(torch.float16).float()
+    """The float16 at byte `begin` of each block [rows, groups, block bytes], as float32 [rows, groups]."""
+    return blocks[..., begin : begin + 2].contiguous().view(torch.float16).float().squeeze(-1)
 
 
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+def _nibbles(blocks: torch.Tensor, begin: int) -> torch.Tensor:
+    """The 16 bytes from byte `begin` of each block as codes 0..15 [rows, K], uint8: the low halves come first."""
+    packed = blocks[..., begin:].contiguous()
+    halves = (packed & 15, packed >> 4)
+    return torch.stack(halves, dim=2).view(packed.shape[0], -1)
+
+
+def _q8_0(blocks: torch.Tensor) -> QuantizedWeight:
     """scale, 32 x int8."""
-    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
+    codes = blocks[..., 2:].contiguous().view(torch.int8).view(blocks.shape[0], -1)
+    return QuantizedWeight(8, codes, _half(blocks, 0), None)
 
 
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """[blocks, 16] bytes -> [blocks, 32] values 0..15: the low halves come first."""
-    values = torch.empty(packed.shape[0], 32)
-    values[:, :16] = packed & 15
-    values[:, 16:] = packed >> 4
-    return values
-
-
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+def _q4_0(blocks: torch.Tensor) -> QuantizedWeight:
     """scale, 32 x 4 bits; 8 stands for zero."""
-    return _nibbles(blocks[:, 2:]).sub_(8).mul_(_half(blocks, 0))
+    scales = _half(blocks, 0)
+    return QuantizedWeight(4, _nibbles(blocks, 2), scales, scales * -8)
 
 
-def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+def _q4_1(blocks: torch.Tensor) -> QuantizedWeight:
     """scale, minimum, 32 x 4 bits."""
-    return _nibbles(blocks[:, 4:]).mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    return QuantizedWeight(4, _nibbles(blocks, 4), _half(blocks, 0), _half(blocks, 2))
 
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_BLOCKS: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
+_BLOCKS: dict[str, tuple[int, Callable[[torch.Tensor], QuantizedWeight]]] = {
     "Q4_0": (18, _q4_0),
     "Q4_1": (20, _q4_1),
     "Q8_0": (34, _q8_0),

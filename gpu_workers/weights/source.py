@@ -1,13 +1,15 @@
 """What a checkpoint format offers (`TensorSource`), and how a model takes tensors from it (`Weights`)."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
+from gpu_workers.weights.quantized import QuantizedWeight
 from ipc.control import StartError
 
 _NAMES_SHOWN = 8
+_T = TypeVar("_T")
 
 
 class TensorSource(Protocol):
@@ -23,6 +25,9 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor, dequantized; ValueError when its type is not supported."""
+
+    def read_quantized(self, name: str) -> QuantizedWeight | None:
+        """The whole tensor as the integers it has; None where it has none that can be multiplied as they are."""
 
 
 class Weights:
@@ -51,20 +56,40 @@ class Weights:
             raise StartError(f"{self._source.label} does not fit its own configuration: {_listed(wrong)}.")
 
     def forbid_others(self, expected: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool]) -> None:
-        """StartError naming the tensors that this model has no use for, except the `ignored` ones."""
-        unknown = sorted(name for name in self._source.shapes if name not in expected and not ignored(name))
+        """StartError naming the tensors that this model has no use for, except the `ignored` ones and biases of 0.
+
+        AutoGPTQ gives every linear a bias, of zeros where the model has none.
+        """
+        others = [name for name in self._source.shapes if name not in expected and not ignored(name)]
+        unknown = sorted(name for name in others if not (name.endswith(".bias") and self._is_zero(name)))
         if unknown:
             raise StartError(f"{self._source.label} has tensors that this model does not know: {_listed(unknown)}.")
 
+    def _is_zero(self, name: str) -> bool:
+        return not self._read(self._source.read, name).any()
+
     def take(self, name: str) -> torch.Tensor:
-        """The tensor `name`; StartError when it can't be read."""
+        """The tensor `name`, dequantized; StartError when it can't be read."""
+        tensor = self._read(self._source.read, name)
+        self._count(name)
+        return tensor
+
+    def take_quantized(self, name: str) -> QuantizedWeight | None:
+        """The tensor `name` as integers; None where that is not how it is kept: then `take` it."""
+        weight = self._read(self._source.read_quantized, name)
+        if weight is not None:
+            self._count(name)
+        return weight
+
+    def _read(self, read: Callable[[str], _T], name: str) -> _T:
         try:
-            tensor = self._source.read(name)
+            return read(name)
         except (OSError, ValueError) as error:
             raise StartError(f"The weights in {self._source.label} cannot be read: {error}") from error
+
+    def _count(self, name: str) -> None:
         self._unread.discard(name)
         self._progress(1.0 - len(self._unread) / len(self._source.shapes))
-        return tensor
 
 
 def _listed(items: list[str]) -> str:

@@ -78,14 +78,16 @@ def test_all_rows_in_float32(server: Server, rows: list[dict[str, Any]]) -> None
 
 @pytest.mark.slow
 def test_all_rows_one_by_one_in_float32_without_a_cache(model_path: Path, rows: list[dict[str, Any]]) -> None:
-    with Server(model_path, "--dtype", "float32", "--served-model-name", "smol", "--no-prefix-cache") as server:
+    with Server(
+        model_path, "--dtype", "float32", "--quantization", "none", "--served-model-name", "smol", "--no-prefix-cache"
+    ) as server:
         assert serve_both_ways(server, rows, slice(None), TOLERANCE["float32"]) == len(rows)
 
 
 @pytest.mark.slow
 def test_all_rows_one_by_one_in_bfloat16(model_path: Path, rows: list[dict[str, Any]]) -> None:
     """Of its own bfloat16 outputs transformers matches about half."""
-    with Server(model_path, "--dtype", "bfloat16", "--served-model-name", "smol") as server:
+    with Server(model_path, "--dtype", "bfloat16", "--quantization", "none", "--served-model-name", "smol") as server:
         matching = serve_both_ways(server, rows, slice(None), TOLERANCE["bfloat16"])
         print(f"bfloat16: {matching} of {len(rows)} rows match fully")
         assert matching >= 15

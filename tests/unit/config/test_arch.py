@@ -47,7 +47,7 @@ def test_a_sliding_window_bounds_the_served_length(tmp_path: Path) -> None:
         ({"hidden_size": "48"}, "hidden_size is '48', not an integer"),
         ({"num_key_value_heads": 4}, "6 attention heads are no multiple of 4 KV heads"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantized safetensors"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: quant_method None is not supported"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "type 'longrope' is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ],

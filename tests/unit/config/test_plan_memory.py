@@ -1,8 +1,11 @@
 """Arithmetic of the memory plan, against the sizes that the model authors publish."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
+from config.arch import read_arch
 from config.memory_plan import (
     activation_bytes,
     can_split,
@@ -12,9 +15,10 @@ from config.memory_plan import (
     short_report,
     shortage,
     smallest_tp,
+    weight_bytes,
 )
 from config.resolve import Machine, Resolved, resolve
-from config.schema import Config, ModelArch, ModelConfig
+from config.schema import Config, ModelArch, ModelConfig, WeightFormat, WeightFormats
 from config.sources import read_settings
 
 GIB = 1 << 30
@@ -117,6 +121,66 @@ def test_activations_hold_at_least_the_logits_and_grow_with_the_step() -> None:
     logits = 64 * 128256 * 4
     assert activation_bytes(LLAMA_3_1_8B, "bfloat16", 512, 64) > 2 * logits
     assert activation_bytes(LLAMA_3_1_8B, "bfloat16", 1024, 64) > activation_bytes(LLAMA_3_1_8B, "bfloat16", 512, 64)
+
+
+# 30 layers of q and o of 576 x 576, k and v of 192 x 576, and three of 1,536 x 576 for the MLP.
+SMOLLM2_LAYERS = 30 * (2 * 576 * 576 + 2 * 192 * 576 + 3 * 1536 * 576)
+SMOLLM2_TABLE, SMOLLM2_NORMS = 49_152 * 576, 61 * 576
+
+
+def native_bytes(arch: ModelArch, dtype: str = "bfloat16", tp: int = 1, quantization: str = "auto") -> tuple[int, str]:
+    model = ModelConfig(model="m", dtype=dtype, quantization=quantization)  # type: ignore[arg-type]
+    return weight_bytes(arch, model, native_kernels=True, has_bfloat16=False, tp=tp)
+
+
+def smollm2(layers: dict[WeightFormat, int], embedding: WeightFormat) -> ModelArch:
+    formats = WeightFormats(layers=layers, embedding=embedding, head=embedding)
+    return msgspec.structs.replace(SMOLLM2_135M, formats=formats)
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "dtype", "quantization", "bytes_of_32", "held"),
+    [
+        ("int4", "bfloat16", "auto", 20, "int4"),  # 16 of codes, two float16: a block of Q4_1
+        ("int4", "float32", "auto", 20, "int4"),
+        ("int8", "bfloat16", "auto", 36, "int8"),  # 32 of codes, one float32
+        ("int4", "float32", "none", 64, "bfloat16"),  # exactly as they are dequantized
+        ("int8", "bfloat16", "none", 64, "bfloat16"),
+        ("bfloat16", "float32", "auto", 64, "bfloat16"),
+        ("float32", "bfloat16", "auto", 64, "bfloat16"),
+        ("float16", "float32", "auto", 128, "float32"),
+        ("float32", "float32", "auto", 128, "float32"),
+    ],
+)
+def test_compiled_kernels_hold_matrices_as_the_file_does(
+    weight_format: WeightFormat, dtype: str, quantization: str, bytes_of_32: int, held: str
+) -> None:
+    arch = smollm2({weight_format: SMOLLM2_LAYERS}, weight_format)
+    size, note = native_bytes(arch, dtype, quantization=quantization)
+    assert size == (SMOLLM2_LAYERS + SMOLLM2_TABLE) // 32 * bytes_of_32 + 4 * SMOLLM2_NORMS
+    assert note == f"matrices are held as {held}"
+
+
+def test_the_model_file_takes_about_what_it_has_on_disk(model_path: Path) -> None:
+    """An int4 matrix has as many bytes as its Q4_1 blocks, and the Q8_0 table 2 more for the scale of each block."""
+    arch = read_arch(model_path)
+    assert native_bytes(arch)[0] == arch.weight_bytes + 2 * SMOLLM2_TABLE // 32
+
+
+def test_ranks_share_each_format_of_a_mixed_file_evenly() -> None:
+    arch = smollm2({"int4": SMOLLM2_LAYERS // 2, "int8": SMOLLM2_LAYERS // 2}, "float16")
+    size, note = native_bytes(arch, "float32", tp=3)
+    layers = SMOLLM2_LAYERS // 2 // 32 * (20 + 36) // 3
+    assert size == layers + SMOLLM2_TABLE // 3 * 4 + 4 * SMOLLM2_NORMS
+    assert note == "matrices are held as float32, int4, int8"
+
+
+def test_an_untied_head_and_biases_count_too() -> None:
+    # Nothing said of formats: bfloat16. Biases are float32.
+    assert native_bytes(LLAMA_3_1_8B)[0] == 2 * 8_030_261_248 + 2 * (2 * 32 + 1) * 4096
+    biases = 28 * (12 + 2 * 2) * 128
+    norms = (2 * 28 + 1) * 1536
+    assert native_bytes(QWEN_2_5_1_5B)[0] == 2 * 1_543_714_304 + 2 * (biases + norms)
 
 
 def plan_of(arch: ModelArch, available: int, **model: object) -> Resolved:

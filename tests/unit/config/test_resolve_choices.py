@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from config.memory_plan import can_split
 from config.resolve import Machine, Resolved, resolve
-from config.schema import Config
+from config.schema import Config, WeightFormats
 from config.sources import ConfigError, read_settings
 from tests.unit.config.test_plan_memory import LLAMA_3_1_8B, LLAMA_3_2_1B, SMOLLM2_135M
 
@@ -53,6 +53,33 @@ def test_bfloat16_without_its_instructions_holds_weights_as_float32() -> None:
     with_instructions = settle("--dtype", "bfloat16").plan
     assert with_instructions.weights == 2 * 134_515_008 + head
     assert "held as float32" not in with_instructions.weight_note
+
+
+def test_compiled_kernels_are_expected_where_there_is_a_compiler() -> None:
+    with_compiler = msgspec.structs.replace(OLD_MACHINE, has_compiler=True)
+    native = settle(machine=with_compiler)
+    assert native.config.worker.kernels == "auto", "each rank decides when it has tried"
+    assert native.plan.weights == 2 * 134_515_008 + 2 * 61 * 576
+    assert "there is a C++ compiler" in reason(native, "kernels native")
+    plain = settle(machine=OLD_MACHINE)
+    assert plain.config.worker.kernels == "auto"
+    assert "no C++ compiler was found" in reason(plain, "kernels torch")
+    for kernels, same in (("native", native), ("torch", plain)):
+        for machine in (OLD_MACHINE, with_compiler):
+            asked = settle("--kernels", kernels, machine=machine)
+            assert asked.config.worker.kernels == kernels
+            assert asked.plan.weights == same.plan.weights
+            assert not any(text.startswith("kernels") for text in asked.reasons)
+
+
+def test_weights_without_quantization_are_planned_as_bfloat16() -> None:
+    formats = WeightFormats(layers={"int4": 106_168_320}, embedding="int4", head="int4")
+    arch = msgspec.structs.replace(SMOLLM2_135M, formats=formats)
+    norms = 4 * 61 * 576
+    assert settle("--kernels", "native", arch=arch).plan.weights == (134_515_008 - 61 * 576) * 20 // 32 + norms
+    dequantized = settle("--kernels", "native", "--quantization", "none", arch=arch)
+    assert dequantized.plan.weights == (134_515_008 - 61 * 576) * 2 + norms
+    assert dequantized.config.model.quantization == "none"
 
 
 def test_cuda_is_refused_honestly_and_a_gpu_is_not_used_silently() -> None:

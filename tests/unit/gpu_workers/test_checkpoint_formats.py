@@ -48,7 +48,7 @@ def test_quantized_gguf_gives_the_logits_of_its_dequantized_weights(kind: str, t
     """Blocks are rounded to bfloat16 after dequantization; plain types are used as they are."""
     oracle = save_tiny(tmp_path / "hf", **SIZES)
     save_gguf(oracle, tmp_path / "tiny.gguf", kind)
-    actual = whole_logits(load_tiny(tmp_path / "tiny.gguf"), TOKENS)
+    actual = whole_logits(load_tiny(tmp_path / "tiny.gguf", kernels="torch"), TOKENS)
     oracle_type = gguf.GGMLQuantizationType[kind]
     file = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(file)
@@ -58,7 +58,7 @@ def test_quantized_gguf_gives_the_logits_of_its_dequantized_weights(kind: str, t
             values = torch.from_numpy(gguf.quants.dequantize(data, oracle_type)).view(tensor.shape)
             tensors[name] = values.bfloat16().float() if kind.startswith("Q") else values
     save_file(tensors, file, metadata={"format": "pt"})
-    assert torch.equal(actual, whole_logits(load_tiny(tmp_path / "hf"), TOKENS))
+    assert torch.equal(actual, whole_logits(load_tiny(tmp_path / "hf", kernels="torch"), TOKENS))
 
 
 def test_llama3_rope_scaling_comes_from_the_divisors_in_the_gguf(tmp_path: Path) -> None:

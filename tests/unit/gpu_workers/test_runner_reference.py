@@ -82,7 +82,9 @@ def engine(model_path: Path) -> Engine:
         kv_memory_bytes=0,
         num_blocks=8 * BLOCKS_PER_ROW,
     )
-    model = load_model(child, make_backend("cpu", "float32", 1, True), LocalComm(), lambda stage, fraction: None)
+    model = load_model(
+        child, make_backend("cpu", "float32", 1, True, quantized=False), LocalComm(), lambda stage, fraction: None
+    )
     kv = model.allocate_kv(child.num_blocks, BLOCK_SIZE)
     return Engine(Runner(model, kv, child.num_blocks, BLOCK_SIZE, 8, MAX_LEN, LocalComm()))
 

@@ -45,7 +45,7 @@ def test_row_ops_have_the_same_bits_for_any_batch_and_threads(width: int, dtype:
     backend = TorchCpuBackend(dtype, deterministic=True)
     torch.manual_seed(0)
     x, residual, gate_up = (torch.randn(300, n).to(dtype) for n in (width, width, 2 * width))
-    norm = backend.load_tensor(torch.randn(width))
+    norm = backend.load_norm(torch.randn(width))
 
     def ops(rows: torch.Tensor) -> list[torch.Tensor]:
         return [
@@ -91,7 +91,7 @@ def test_bfloat16_products_are_those_of_rounded_weights() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(5, 96).bfloat16(), torch.randn(50, 96)
     exact = x.double() @ weight.bfloat16().double().T
-    logits = backend.linear(x, backend.load_linear(weight, None, torch.float32))
+    logits = backend.logits(x, backend.load_vocabulary(weight, None)[1])
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
     rounded = backend.linear(x, backend.load_linear(weight, None))
@@ -145,7 +145,7 @@ def test_rope_and_paged_attention_against_the_oracle(seed: int) -> None:
         ours[1].view(groups, -1, block_size, kv.head_dim)[..., :head_dim] = by_head
     k_rotated = reference.apply_rope(k, cos[batch.positions], sin[batch.positions])
     k_pool[batch.slots], v_pool[batch.slots] = k_rotated, v
-    rotated = backend.rope_and_write(q, k, v, kv, 1, batch)
+    rotated = backend.rope_and_write(torch.cat((q, k, v), dim=1).flatten(1), heads, kv, 1, batch)
     expected_q = reference.apply_rope(q, cos[batch.positions], sin[batch.positions])
     torch.testing.assert_close(rotated, expected_q, rtol=0, atol=1e-5)
     expected = reference.paged_attention(

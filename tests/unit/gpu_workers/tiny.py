@@ -45,10 +45,15 @@ def save_tiny(path: Path, family: str = "llama", **settings: Any) -> PreTrainedM
 
 
 def load_tiny(
-    path: Path, dtype: str = "float32", comm: Comm | None = None, max_length: int | None = None
+    path: Path,
+    dtype: str = "float32",
+    comm: Comm | None = None,
+    max_length: int | None = None,
+    kernels: str = "auto",
 ) -> LlamaModel:
     weights = Weights(open_source(path), lambda fraction: None)
-    return LlamaModel(read_arch(path), max_length, weights, make_backend("cpu", dtype, None, True), comm or LocalComm())
+    backend = make_backend("cpu", dtype, None, True, kernels)
+    return LlamaModel(read_arch(path), max_length, weights, backend, comm or LocalComm())
 
 
 def make_batch(parts: list[tuple[list[int], int, list[int]]], block_size: int = BLOCK_SIZE) -> ForwardBatch:

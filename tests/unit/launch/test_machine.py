@@ -97,6 +97,31 @@ def test_bfloat16_instructions(tmp_path: Path, cpuinfo: str, has_bfloat16: bool)
     assert look_around(lay_out(tmp_path, {"proc/cpuinfo": cpuinfo})).has_bfloat16 is has_bfloat16
 
 
+@pytest.mark.parametrize(
+    ("named", "programs", "found"),
+    [
+        (None, (), False),
+        (None, ("cc",), False),
+        (None, ("clang++",), True),
+        (None, ("g++",), True),
+        ("my-c++ -m64", ("my-c++",), True),
+        ("my-c++", ("g++",), False),  # another than the one asked for would be a surprise
+        ("", ("c++",), True),
+    ],
+)
+def test_a_compiler_is_looked_for_by_name(
+    named: str | None, programs: tuple[str, ...], found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for program in programs:
+        (tmp_path / program).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if named is None:
+        monkeypatch.delenv("CXX", raising=False)
+    else:
+        monkeypatch.setenv("CXX", named)
+    assert look_around(tmp_path).has_compiler is found
+
+
 def test_gpus_are_counted_by_device_nodes_or_by_the_driver_and_can_be_hidden(tmp_path: Path) -> None:
     nodes = lay_out(tmp_path / "a", {"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": "", "dev/nvidia-uvm": ""})
     driver = lay_out(tmp_path / "b", {"proc/driver/nvidia/gpus/0000:01:00.0/information": ""})

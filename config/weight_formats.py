@@ -1,0 +1,68 @@
+"""In which formats a checkpoint keeps the matrices of its model, from the types of its tensors."""
+
+import math
+from collections.abc import Mapping
+
+from config.gguf_file import TensorInfo
+from config.quantization import Quantization
+from config.safetensors_files import TensorHeader
+from config.schema import WeightFormat, WeightFormats
+
+_SAFETENSORS: dict[str, WeightFormat] = {"F32": "float32", "F64": "float32", "F16": "float16", "BF16": "bfloat16"}
+_GGUF: dict[str, WeightFormat] = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "Q4_0": "int4",
+    "Q4_1": "int4",
+    "Q8_0": "int8",
+}
+_PACKED_PARTS = (".qzeros", ".scales", ".g_idx")  # beside .qweight
+
+
+def gguf_formats(tensors: Mapping[str, TensorInfo]) -> WeightFormats:
+    """Of a GGUF file. Types that are not supported count as float32: loading will refuse them."""
+    matrices = {
+        name.removesuffix(".weight"): (_GGUF.get(info.type, "float32"), info.num_elements)
+        for name, info in tensors.items()
+        if len(info.shape) == 2
+    }
+    return _formats(matrices, "blk.", "token_embd", "output")
+
+
+def safetensors_formats(
+    tensors: Mapping[str, TensorHeader], quantization: Quantization | None
+) -> tuple[WeightFormats, int]:
+    """(formats, parameters of the model) of a directory of safetensors."""
+    matrices: dict[str, tuple[WeightFormat, int]] = {}
+    num_parameters = 0
+    for name, header in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if f"{module}.qweight" in tensors and f".{kind}" in _PACKED_PARTS:
+            continue
+        elements = math.prod(header.shape)
+        weight_format = _SAFETENSORS.get(header.dtype, "float32")
+        if quantization is not None and kind == "qweight":
+            elements *= 32 // quantization.bits
+            weight_format = _packed_format(quantization)
+        num_parameters += elements
+        if len(header.shape) == 2:
+            matrices[module] = (weight_format, elements)
+    return _formats(matrices, "model.layers.", "model.embed_tokens", "lm_head"), num_parameters
+
+
+def _packed_format(quantization: Quantization) -> WeightFormat:
+    if not quantization.keeps_integers:
+        return "bfloat16"  # as which they are dequantized
+    return "int4" if quantization.bits == 4 else "int8"
+
+
+def _formats(
+    matrices: Mapping[str, tuple[WeightFormat, int]], layer_prefix: str, embedding: str, head: str
+) -> WeightFormats:
+    layers: dict[WeightFormat, int] = {}
+    for name, (weight_format, elements) in matrices.items():
+        if name.startswith(layer_prefix):
+            layers[weight_format] = layers.get(weight_format, 0) + elements
+    table = matrices[embedding][0] if embedding in matrices else "bfloat16"
+    return WeightFormats(layers=layers, embedding=table, head=matrices[head][0] if head in matrices else table)

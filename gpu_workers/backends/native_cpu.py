@@ -1,0 +1,356 @@
+"""The op set in compiled CPU kernels (`kernels.cpu`): a forward is recorded once and then run by one call a step.
+
+Activations and sums are float32 whatever the compute dtype, which is that of the KV cache and of float weights rounded
+to it. A quantized weight is multiplied as the integers it consists of, with activations quantized to 8 bits in groups
+of 32; where that rounding would show most, in attention's projections and the head, with 16 bits, as two terms of 8.
+
+A row's operations never depend on the other rows, so its bits are the same alone and in any batch.
+"""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from gpu_workers.backend import Backend, LoadedWeight
+from gpu_workers.backends.native_kv import NativeHostKV, NativeKV, zeroed_bytes
+from gpu_workers.batch import ForwardBatch
+from gpu_workers.comm import Comm
+from gpu_workers.weights.quantized import QuantizedWeight, cat
+from kernels.cpu.library import (
+    FLAG_GELU,
+    FLAG_LOGITS_ROWS,
+    FLAG_PRECISE,
+    GATED_COLUMNS,
+    AttentionSizes,
+    BufferShape,
+    Code,
+    Engine,
+    Kind,
+    Op,
+    PackedWeight,
+    Step,
+    kv_block_bytes,
+    load,
+)
+
+
+@dataclass(slots=True, frozen=True)
+class Value:
+    """An op's result in a recording: a buffer, until the next op that writes there."""
+
+    buffer: int
+    version: int
+    logits_rows: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class _Exchange:
+    """Between two runs of operations: the ranks add up a buffer."""
+
+    buffer: int
+    width: int
+    comm: Comm
+
+
+@dataclass(slots=True)
+class _Buffer:
+    width: int
+    version: int = 0
+    has_values: bool = False
+    code_terms: int = 0
+
+
+class _Recording:
+    """The operations of a forward. Each kind of op has a buffer for each width, which its next use overwrites."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[Op] | _Exchange] = [[]]
+        self.buffers: list[_Buffer] = []
+        self._by_purpose: dict[tuple[str, int], int] = {}
+        self.vocab_size = 0
+
+    def output(self, purpose: str, width: int) -> Value:
+        """A place for a result; whatever was in it is gone."""
+        index = self._by_purpose.setdefault((purpose, width), len(self.buffers))
+        if index == len(self.buffers):
+            self.buffers.append(_Buffer(width))
+        self.buffers[index].version += 1
+        return Value(index, self.buffers[index].version)
+
+    def use(self, value: Value, code_terms: int = 0) -> int:
+        """The number of a buffer that is read, as float32 or as so many terms of int8 codes."""
+        buffer = self.buffers[value.buffer]
+        if value.version != buffer.version:
+            raise RuntimeError("the model's forward uses a result after the next op of its kind has overwritten it")
+        buffer.code_terms = max(buffer.code_terms, code_terms)
+        buffer.has_values |= not code_terms
+        return value.buffer
+
+    def add(self, code: Code, **fields: Any) -> None:
+        part = self.parts[-1]
+        assert isinstance(part, list)
+        part.append(Op(code=code, **fields))
+
+    def exchange(self, value: Value, comm: Comm) -> None:
+        self.parts += [_Exchange(self.use(value), self.buffers[value.buffer].width, comm), []]
+
+
+class NativeCpuBackend(Backend):
+    """See `gpu_workers.backends.make_backend`; `progress` is told when the kernels are being compiled.
+
+    Raises `kernels.cpu.build.BuildError` when they can't be.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, threads: int, quantized: bool, progress: Callable[[str], None] | None = None
+    ) -> None:
+        # torch is left with small things: a second team of threads would only be in the way of the kernels' own.
+        torch.set_num_threads(1)
+        self._library = load(progress)
+        self._engine = Engine(self._library, threads)
+        self.device = torch.device("cpu")
+        self.dtype = dtype
+        self.takes_quantized = quantized
+        self._recording: _Recording | None = None
+        self._cos = self._sin = torch.empty(0)
+        self._num_heads = 0
+
+    # --- loading -----------------------------------------------------------------------------------------------------
+
+    def load_linear(
+        self, weight: LoadedWeight, bias: torch.Tensor | None, partial: bool = False, precise: bool = False
+    ) -> PackedWeight:
+        packed = self._pack(weight, bias)
+        packed.precise = precise
+        return packed
+
+    def load_gated_linear(self, weight: LoadedWeight, bias: torch.Tensor | None) -> PackedWeight:
+        width = weight.shape[0] // 2
+        padding = -width % GATED_COLUMNS
+        gate, up = (_pad_rows(weight.narrow(0, start, width), padding) for start in (0, width))
+        blocks = torch.arange(width + padding).view(-1, GATED_COLUMNS)
+        order = torch.stack((blocks, blocks + width + padding), dim=1).flatten()
+        if bias is not None:
+            bias = torch.cat([F.pad(half, (0, padding)) for half in bias.chunk(2)])[order]
+        packed = self._pack(_take_rows((gate, up), order), bias)
+        packed.gated_width = width
+        return packed
+
+    def load_vocabulary(self, table: LoadedWeight, head: LoadedWeight | None) -> tuple[PackedWeight, PackedWeight]:
+        packed = self._pack(table, None)
+        head_packed = packed if head is None else self._pack(head, None)
+        head_packed.precise = True
+        return packed, head_packed
+
+    def load_norm(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self.dtype).float().contiguous()
+
+    def _pack(self, weight: LoadedWeight, bias: torch.Tensor | None) -> PackedWeight:
+        if isinstance(weight, QuantizedWeight):
+            if weight.bits == 4:
+                packed = PackedWeight.from_int4(self._library, weight.codes, weight.scales, weight.minimums)
+            else:
+                packed = PackedWeight.from_int8(self._library, weight.codes, weight.scales)
+        else:
+            exact = weight.dtype == torch.bfloat16 or self.dtype == torch.bfloat16
+            packed = PackedWeight.from_float(self._library, weight, Kind.BFLOAT16 if exact else Kind.FLOAT32)
+        if bias is not None:
+            packed.set_bias(bias.to(self.dtype))
+        return packed
+
+    def load_rope(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        self._cos, self._sin = cos.float().contiguous(), sin.float().contiguous()
+
+    def allocate_kv(
+        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> NativeKV:
+        sizes = AttentionSizes(
+            num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, kv_bfloat16=self._bf16
+        )
+        pool = zeroed_bytes(num_layers, num_blocks, kv_block_bytes(self._library, sizes))
+        return NativeKV(pool, block_size, num_kv_heads, head_dim)
+
+    @property
+    def _bf16(self) -> bool:
+        return self.dtype == torch.bfloat16
+
+    def allocate_host_kv(self, kv: NativeKV, num_blocks: int) -> NativeHostKV:
+        layers, _, block_bytes = kv.pool.shape
+        return NativeHostKV(zeroed_bytes(num_blocks, layers, block_bytes))
+
+    def copy_blocks_out(self, kv: NativeKV, host_kv: NativeHostKV, pairs: torch.Tensor) -> None:
+        host_kv.copy_out(kv, pairs)
+
+    def copy_blocks_in(self, kv: NativeKV, host_kv: NativeHostKV, pairs: torch.Tensor) -> None:
+        host_kv.copy_in(kv, pairs)
+
+    # --- recording ---------------------------------------------------------------------------------------------------
+
+    def compile(
+        self, forward: Callable[[ForwardBatch, NativeKV], Value]
+    ) -> Callable[[ForwardBatch, NativeKV], torch.Tensor]:
+        program: _Program | None = None
+
+        def run(batch: ForwardBatch, kv: NativeKV) -> torch.Tensor:
+            nonlocal program
+            if program is None or program.kv is not kv:
+                self._recording = _Recording()
+                forward(batch, kv)
+                program = self._program(self._recording, kv)
+                self._recording = None
+            return program.run(batch)
+
+        return run
+
+    def _program(self, recording: _Recording, kv: NativeKV) -> "_Program":
+        sizes = AttentionSizes(
+            num_heads=self._num_heads,
+            num_kv_heads=kv.num_kv_heads,
+            head_dim=kv.head_dim,
+            block_size=kv.block_size,
+            num_blocks=kv.num_blocks,
+            kv_bfloat16=self._bf16,
+            cos=self._cos.data_ptr(),
+            sin=self._sin.data_ptr(),
+            kv=kv.pool.ctypes.data,
+        )
+        return _Program(self._engine, recording, sizes, kv)
+
+    @property
+    def _record(self) -> _Recording:
+        if self._recording is None:
+            raise RuntimeError("ops of this backend are recorded inside `compile` only")
+        return self._recording
+
+    def embed(self, table: PackedWeight, batch: ForwardBatch, first: int = 0) -> Value:
+        out = self._record.output("residual", table.k)
+        self._record.add(Code.EMBED, output=self._record.use(out), weight=table.pointer, first=first)
+        return out
+
+    def rms_norm(self, x: Value, weight: torch.Tensor, eps: float) -> Value:
+        return self._norm(None, x, weight, eps)
+
+    def add_rms_norm(self, x: Value, residual: Value, weight: torch.Tensor, eps: float) -> tuple[Value, Value]:
+        # The sum is written over the residual.
+        return self._norm(x, residual, weight, eps), residual
+
+    def _norm(self, added: Value | None, residual: Value, weight: torch.Tensor, eps: float) -> Value:
+        record = self._record
+        selected = residual.logits_rows
+        out = record.output("norm of selected rows" if selected else "norm", weight.shape[0])
+        record.add(
+            Code.NORM,
+            flags=FLAG_LOGITS_ROWS if selected else 0,
+            input=-1 if added is None else record.use(added),
+            residual=record.use(residual),
+            output=record.use(out),
+            weight=weight.data_ptr(),
+            eps=eps,
+        )
+        return Value(out.buffer, out.version, selected)
+
+    def select_logits_rows(self, x: Value, batch: ForwardBatch) -> Value:
+        return Value(x.buffer, x.version, logits_rows=True)
+
+    def linear(self, x: Value, weight: PackedWeight) -> Value:
+        record = self._record
+        source = record.use(x, weight.code_terms)
+        out = record.output("linear", weight.n)
+        flags = FLAG_PRECISE if weight.code_terms == 2 else 0
+        record.add(Code.LINEAR, flags=flags, input=source, output=record.use(out), weight=weight.pointer)
+        return out
+
+    def gated_linear(self, x: Value, weight: PackedWeight, kind: str) -> Value:
+        record = self._record
+        source = record.use(x, weight.code_terms)
+        out = record.output("gated linear", weight.gated_width)
+        flags = FLAG_GELU if kind == "gelu" else 0
+        record.add(Code.GATED, flags=flags, input=source, output=out.buffer, weight=weight.pointer)
+        return out
+
+    def logits(self, x: Value, head: PackedWeight) -> Value:
+        record = self._record
+        flags = FLAG_PRECISE if head.code_terms == 2 else 0
+        record.add(Code.LOGITS, flags=flags, input=record.use(x, head.code_terms), weight=head.pointer)
+        record.vocab_size = head.n
+        return x
+
+    def rope_and_write(self, qkv: Value, num_heads: int, kv: NativeKV, layer: int, batch: ForwardBatch) -> Value:
+        self._num_heads = num_heads
+        record = self._record
+        out = record.output("query", num_heads * kv.head_dim)
+        record.add(Code.ROPE, input=record.use(qkv), output=record.use(out), layer=layer)
+        return out
+
+    def attention(self, q: Value, kv: NativeKV, layer: int, batch: ForwardBatch) -> Value:
+        record = self._record
+        out = record.output("attention", record.buffers[q.buffer].width)
+        record.add(Code.ATTENTION, input=record.use(q), output=record.use(out), layer=layer)
+        return out
+
+    def all_reduce(self, x: Value, comm: Comm) -> Value:
+        self._record.exchange(x, comm)
+        return x
+
+
+class _Program:
+    """A recording that can be run, on the pool `kv`."""
+
+    def __init__(self, engine: Engine, recording: _Recording, sizes: AttentionSizes, kv: NativeKV) -> None:
+        self.kv = kv
+        self._engine = engine
+        self._vocab_size = recording.vocab_size
+        engine.set_attention(sizes)
+        engine.set_buffers([BufferShape(each.width, each.has_values, each.code_terms) for each in recording.buffers])
+        self._parts: list[ctypes.Array[Op] | _Exchange] = [
+            part if isinstance(part, _Exchange) else (Op * len(part))(*part) for part in recording.parts
+        ]
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        tokens, rows = batch.token_ids.shape[0], batch.logits_rows.shape[0]
+        query_starts = np.array(batch.query_starts, dtype=np.int64)
+        context_lens = np.array(batch.context_lens, dtype=np.int64)
+        tables = batch.block_tables.contiguous()
+        logits = torch.empty(rows, self._vocab_size)
+        step = Step(
+            tokens=tokens,
+            sequences=len(context_lens),
+            rows=rows,
+            table_width=tables.shape[1],
+            token_ids=batch.token_ids.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            slots=batch.slots.data_ptr(),
+            query_starts=query_starts.ctypes.data,
+            context_lens=context_lens.ctypes.data,
+            block_tables=tables.data_ptr(),
+            logits_rows=batch.logits_rows.data_ptr(),
+            logits=logits.data_ptr(),
+        )
+        for part in self._parts:
+            if isinstance(part, _Exchange):
+                values = self._engine.values(part.buffer, tokens, part.width)
+                values.copy_(part.comm.all_reduce(values.clone()))
+            else:
+                self._engine.run(part, step)
+        return logits
+
+
+def _pad_rows(weight: LoadedWeight, count: int) -> LoadedWeight:
+    if not count:
+        return weight
+    return weight.pad_rows(count) if isinstance(weight, QuantizedWeight) else F.pad(weight, (0, 0, 0, count))
+
+
+def _take_rows(halves: tuple[LoadedWeight, LoadedWeight], order: torch.Tensor) -> LoadedWeight:
+    """Rows of both halves one after the other, in another order."""
+    first, second = halves
+    if isinstance(first, QuantizedWeight) and isinstance(second, QuantizedWeight):
+        return cat((first, second)).rows(order)
+    assert isinstance(first, torch.Tensor)
+    assert isinstance(second, torch.Tensor)
+    return torch.cat((first, second))[order]

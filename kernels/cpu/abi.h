@@ -1,0 +1,92 @@
+// The C interface: what `kernels/cpu/library.py` mirrors, field by field.
+//
+// A model step is a list of operations on numbered buffers, recorded once and run by one call for any batch.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+enum TmCode : int32_t {
+    TM_EMBED = 0,      // out = rows of `weight` for the step's token ids less `first`; zeros for ids it has no row for
+    TM_NORM = 1,       // residual (in2) += in, unless in is -1; out = rmsnorm(residual) * norm
+    TM_LINEAR = 2,     // out = in * weight + bias
+    TM_GATED = 3,      // out = activation(gate) * up; `weight` has 32 gate columns, 32 up columns, and so on
+    TM_ROPE = 4,       // in: q, k, v of each token; out = rotated, scaled q; k and v go into the KV pool
+    TM_ATTENTION = 5,  // out = attention of q (in) over the KV pool
+    TM_LOGITS = 6,     // the step's logits = in * weight + bias
+};
+
+enum TmFlags : int32_t {
+    TM_GELU = 1,         // TM_GATED: gelu (tanh form) instead of silu
+    TM_LOGITS_ROWS = 2,  // TM_NORM: only the rows whose logits are wanted, in their order
+    TM_PRECISE = 4,      // TM_LINEAR, TM_LOGITS with a quantized weight: both terms of the inputs
+};
+
+struct TmOp {
+    int32_t code;
+    int32_t flags;
+    int32_t in;
+    int32_t in2;
+    int32_t out;
+    int32_t layer;
+    float eps;
+    int32_t first;       // TM_EMBED
+    const void* weight;  // Weight, or for TM_NORM float [width]
+};
+
+struct TmBuffer {
+    int64_t width;
+    int32_t has_values;  // float32
+    int32_t code_terms;  // int8 with scales, of groups of 32: 0, 1, or 2 with the rest that the first leaves
+};
+
+// Shapes of attention and the KV pool.
+struct TmAttention {
+    int32_t num_heads;
+    int32_t num_kv_heads;
+    int32_t head_dim;
+    int32_t block_size;
+    int64_t num_blocks;
+    int32_t kv_bfloat16;  // the pool's type: 1 bfloat16, 0 float32
+    int32_t unused;
+    const float* cos;  // [positions, head_dim / 2]
+    const float* sin;
+    void* kv;  // [layers, num_blocks, tm_kv_block_bytes]
+};
+
+struct TmStep {
+    int64_t tokens;      // T
+    int64_t sequences;   // B
+    int64_t rows;        // S, whose logits are wanted
+    int64_t table_width;
+    const int64_t* token_ids;     // [T]
+    const int64_t* positions;     // [T]
+    const int64_t* slots;         // [T]
+    const int64_t* query_starts;  // [B + 1]
+    const int64_t* context_lens;  // [B]
+    const int32_t* block_tables;  // [B, table_width]
+    const int64_t* logits_rows;   // [S]
+    float* logits;                // [S, n of the TM_LOGITS weight]
+};
+
+// All return nullptr, or a negative number, when memory is lacking. The library checks no shapes: its callers do.
+void* tm_engine_new(int32_t threads);
+void tm_engine_free(void* engine);
+// Bytes of one layer's part of a block; `sizes.kv` and its tables are not looked at.
+int64_t tm_kv_block_bytes(const TmAttention* sizes);
+int32_t tm_engine_set_attention(void* engine, const TmAttention* sizes);
+int32_t tm_engine_set_buffers(void* engine, const TmBuffer* buffers, int32_t count);
+int32_t tm_engine_run(void* engine, const TmOp* ops, int32_t count, const TmStep* step);
+// A buffer's memory for at least `rows` rows, until the next run or call with more rows.
+// part 0: values, 1: codes, 2: scales (of each group its scale, and scale * sum of its codes), 3 and 4: of the rest
+void* tm_engine_buffer(void* engine, int32_t index, int64_t rows, int32_t part);
+
+void* tm_weight_new(int32_t kind, int64_t n, int64_t k);
+void tm_weight_free(void* weight);
+int64_t tm_weight_bytes(const void* weight);
+void tm_weight_pack_float(void* weight, const float* source);
+void tm_weight_pack_int4(void* weight, const uint8_t* codes, const float* scales, const float* minimums);
+void tm_weight_pack_int8(void* weight, const int8_t* codes, const float* scales);
+int32_t tm_weight_set_bias(void* weight, const float* bias);
+}

@@ -1,0 +1,334 @@
+// Attention over key tiles of 64 positions with a running softmax (Dao et al. 2022), restarted every 512 positions; the
+// splits' results are then merged in order (split-KV decoding, Dao et al. 2023).
+//
+// A query's operations are the same whether it is decoded alone or is one of a prefill chunk: tiles and splits are counted
+// from position 0 of its sequence, and keys beyond its position weigh exactly 0.
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "simd.h"
+
+namespace tokenmill {
+
+namespace {
+
+constexpr int64_t kTile = 64;        // key positions; rounded down to whole blocks, at least one
+constexpr int64_t kSplit = 512;      // key positions of a split, likewise
+constexpr int64_t kQueryTokens = 16;  // of a prefill chunk, in one task
+constexpr float kNothing = -1e30f;   // largest score where no key is seen: finite, so that differences are not NaN
+
+int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+// scores[r][0..keys) = q[r] . K, for one block; K is [dim][keys].
+template <int R, int V, class Element>
+void score_vectors(const float* const* q, const Element* k, int64_t dim, int64_t keys, float* scores, int64_t stride) {
+    F8 sums[R][V];
+    for (auto& row : sums) {
+        for (auto& sum : row) sum = zero8();
+    }
+    for (int64_t d = 0; d < dim; d++) {
+        F8 key[V];
+        for (int v = 0; v < V; v++) key[v] = load8(k + d * keys + 8 * v);
+        for (int r = 0; r < R; r++) {
+            const F8 value = set8(q[r][d]);
+            for (int v = 0; v < V; v++) sums[r][v] = fma(key[v], value, sums[r][v]);
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        for (int v = 0; v < V; v++) store8(scores + r * stride + 8 * v, sums[r][v]);
+    }
+}
+
+template <int R, class Element>
+void score_rows(const float* const* q, const Element* k, int64_t dim, int64_t keys, float* scores, int64_t stride) {
+    int64_t v = 0;
+    for (; v + 16 <= keys; v += 16) score_vectors<R, 2>(q, k + v, dim, keys, scores + v, stride);
+    if (v < keys) score_vectors<R, 1>(q, k + v, dim, keys, scores + v, stride);
+}
+
+template <class Element>
+void score_block(const float* const* q, int rows, const Element* k, int64_t dim, int64_t keys, float* scores,
+                 int64_t stride) {
+    int r = 0;
+    for (; r + 6 <= rows; r += 6) score_rows<6>(q + r, k, dim, keys, scores + r * stride, stride);
+    for (; r + 3 <= rows; r += 3) score_rows<3>(q + r, k, dim, keys, scores + r * stride, stride);
+    for (; r < rows; r++) score_rows<1>(q + r, k, dim, keys, scores + r * stride, stride);
+}
+
+// out[r] += sum over the block's keys of weights[r][key] * V[key]; V is [count][width].
+template <int R, int V, class Element>
+void weigh_vectors(const float* weights, int64_t stride, const Element* values, int64_t count, int64_t width,
+                   float* out, int64_t out_stride) {
+    F8 sums[R][V];
+    for (int r = 0; r < R; r++) {
+        for (int v = 0; v < V; v++) sums[r][v] = load8(out + r * out_stride + 8 * v);
+    }
+    for (int64_t key = 0; key < count; key++) {
+        F8 value[V];
+        for (int v = 0; v < V; v++) value[v] = load8(values + key * width + 8 * v);
+        for (int r = 0; r < R; r++) {
+            const F8 weight = set8(weights[r * stride + key]);
+            for (int v = 0; v < V; v++) sums[r][v] = fma(value[v], weight, sums[r][v]);
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        for (int v = 0; v < V; v++) store8(out + r * out_stride + 8 * v, sums[r][v]);
+    }
+}
+
+template <int R, class Element>
+void weigh_rows(const float* weights, int64_t stride, const Element* values, int64_t count, int64_t width, float* out,
+                int64_t out_stride) {
+    int64_t v = 0;
+    for (; v + 32 <= width; v += 32) {
+        weigh_vectors<R, 4>(weights, stride, values + v, count, width, out + v, out_stride);
+    }
+    for (; v < width; v += 8) weigh_vectors<R, 1>(weights, stride, values + v, count, width, out + v, out_stride);
+}
+
+template <class Element>
+void weigh_block(const float* weights, int64_t stride, int rows, const Element* values, int64_t count, int64_t width,
+                 float* out, int64_t out_stride) {
+    int r = 0;
+    for (; r + 3 <= rows; r += 3) {
+        weigh_rows<3>(weights + r * stride, stride, values, count, width, out + r * out_stride, out_stride);
+    }
+    for (; r < rows; r++) {
+        weigh_rows<1>(weights + r * stride, stride, values, count, width, out + r * out_stride, out_stride);
+    }
+}
+
+// A query's state: weighted values [value width], largest score, sum of weights.
+void reset(float* state, int64_t width) {
+    std::fill(state, state + width, 0.0f);
+    state[width] = kNothing;
+    state[width + 1] = 0.0f;
+}
+
+// total and part as if their keys had been seen in one softmax, in total.
+void merge(float* total, const float* part, int64_t width) {
+    const float largest = std::max(total[width], part[width]);
+    const float keep = exp1(total[width] - largest), add = exp1(part[width] - largest);
+    for (int64_t i = 0; i < width; i += 8) {
+        store8(total + i, fma(load8(part + i), set8(add), load8(total + i) * set8(keep)));
+    }
+    total[width] = largest;
+    total[width + 1] = part[width + 1] * add + total[width + 1] * keep;
+}
+
+}  // namespace
+
+KvLayout::KvLayout(const TmAttention& sizes)
+    : keys(round_up(sizes.block_size, 8)),
+      value_width(round_up(sizes.head_dim, 8)),
+      head_elements(sizes.head_dim * keys + sizes.block_size * value_width),
+      block_bytes(round_up(head_elements * sizes.num_kv_heads * (sizes.kv_bfloat16 ? 2 : 4), 64)) {}
+
+template <class Element>
+void Attention::write(const TmStep& step, const Buffer& qkv, const Buffer& q, int layer, int64_t token) const {
+    const int64_t dim = sizes_.head_dim, half = dim / 2, heads = sizes_.num_heads, kv_heads = sizes_.num_kv_heads;
+    const float* in = qkv.values + token * qkv.width;
+    const float* cos = sizes_.cos + step.positions[token] * half;
+    const float* sin = sizes_.sin + step.positions[token] * half;
+    const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+    float* to = q.values + token * q.width;
+    for (int64_t head = 0; head < heads; head++, in += dim, to += dim) {
+        for (int64_t i = 0; i < half; i++) {
+            to[i] = (in[i] * cos[i] - in[i + half] * sin[i]) * scale;
+            to[i + half] = (in[i + half] * cos[i] + in[i] * sin[i]) * scale;
+        }
+    }
+    const int64_t block = step.slots[token] / sizes_.block_size, offset = step.slots[token] % sizes_.block_size;
+    auto* pool = static_cast<unsigned char*>(sizes_.kv) + (layer * sizes_.num_blocks + block) * layout_.block_bytes;
+    const auto store = [](Element* p, float x) {
+        if constexpr (sizeof(Element) == 2) *p = float_to_bf16(x);
+        else *p = x;
+    };
+    for (int64_t head = 0; head < kv_heads; head++, in += dim) {
+        Element* k = reinterpret_cast<Element*>(pool) + head * layout_.head_elements + offset;
+        for (int64_t i = 0; i < half; i++) {
+            store(k + i * layout_.keys, in[i] * cos[i] - in[i + half] * sin[i]);
+            store(k + (i + half) * layout_.keys, in[i + half] * cos[i] + in[i] * sin[i]);
+        }
+    }
+    for (int64_t head = 0; head < kv_heads; head++, in += dim) {
+        Element* v = reinterpret_cast<Element*>(pool) + head * layout_.head_elements + dim * layout_.keys +
+                     offset * layout_.value_width;
+        for (int64_t i = 0; i < dim; i++) store(v + i, in[i]);
+    }
+}
+
+void Attention::rope_and_write(Pool& pool, const TmStep& step, const Buffer& qkv, const Buffer& q, int layer) const {
+    constexpr int64_t kTokens = 8;
+    pool.run((step.tokens + kTokens - 1) / kTokens, [&](int64_t task, int) {
+        for (int64_t token = task * kTokens; token < std::min((task + 1) * kTokens, step.tokens); token++) {
+            if (sizes_.kv_bfloat16) write<bf16>(step, qkv, q, layer, token);
+            else write<float>(step, qkv, q, layer, token);
+        }
+    });
+}
+
+void Attention::plan(const TmStep& step) {
+    const int64_t blocks = std::max<int64_t>(1, kSplit / sizes_.block_size);
+    const int64_t split_keys = blocks * sizes_.block_size;
+    const int64_t group = sizes_.num_heads / sizes_.num_kv_heads;
+    tasks_.clear();
+    folds_.clear();
+    int64_t partials = 0;
+    for (int64_t sequence = 0; sequence < step.sequences; sequence++) {
+        const int64_t begin = step.query_starts[sequence], end = step.query_starts[sequence + 1];
+        const int64_t splits = (step.context_lens[sequence] + split_keys - 1) / split_keys;
+        // Where there is one query, its splits are what several threads can share.
+        const bool apart = end - begin == 1 && splits > 1;
+        for (int32_t head = 0; head < sizes_.num_kv_heads; head++) {
+            if (apart) {
+                folds_.push_back({begin, head, partials, splits});
+                for (int32_t split = 0; split < splits; split++) {
+                    tasks_.push_back({begin, end, sequence, head, split, partials});
+                    partials += group;
+                }
+                continue;
+            }
+            // Later queries see more keys: they start first, so that no long task is left for the end.
+            for (int64_t first = begin + (end - begin - 1) / kQueryTokens * kQueryTokens; first >= begin;
+                 first -= kQueryTokens) {
+                tasks_.push_back({first, std::min(first + kQueryTokens, end), sequence, head, -1, 0});
+            }
+        }
+    }
+    partials_.resize(static_cast<size_t>(partials * state_width()));
+}
+
+template <class Element>
+void Attention::attend_split(const TmStep& step, const float* const* queries, const int64_t* positions, int rows,
+                             int layer, const Task& task, int64_t split, float* scores, float* states) const {
+    const int64_t block_size = sizes_.block_size, dim = sizes_.head_dim, width = layout_.value_width;
+    const int64_t tile_blocks = std::max<int64_t>(1, kTile / block_size);
+    const int64_t split_blocks = std::max<int64_t>(1, kSplit / block_size);
+    const int64_t last_position = positions[rows - 1];
+    const int64_t first_block = split * split_blocks;
+    const int64_t end_block = std::min(first_block + split_blocks, last_position / block_size + 1);
+    const int64_t stride = tile_blocks * layout_.keys;
+    const int32_t* table = step.block_tables + task.sequence * step.table_width;
+    const auto* pool = static_cast<const unsigned char*>(sizes_.kv) + layer * sizes_.num_blocks * layout_.block_bytes;
+    const auto head_of = [&](int64_t block) {
+        return reinterpret_cast<const Element*>(pool + table[block] * layout_.block_bytes) +
+               task.kv_head * layout_.head_elements;
+    };
+    for (int r = 0; r < rows; r++) reset(states + r * state_width(), width);
+    for (int64_t tile = first_block; tile < end_block; tile += tile_blocks) {
+        const int64_t tile_end = std::min(tile + tile_blocks, end_block);
+        for (int64_t block = tile; block < tile_end; block++) {
+            score_block(queries, rows, head_of(block), dim, layout_.keys, scores + (block - tile) * layout_.keys, stride);
+        }
+        const int64_t count = (tile_end - tile) * layout_.keys;
+        for (int r = 0; r < rows; r++) {
+            float* row = scores + r * stride;
+            float* state = states + r * state_width();
+            // Keys after the query, and the places that fill up a block, are seen by nobody.
+            if (positions[r] < tile_end * block_size - 1 || layout_.keys != block_size) {
+                for (int64_t block = tile; block < tile_end; block++) {
+                    const int64_t seen = std::clamp<int64_t>(positions[r] - block * block_size + 1, 0, block_size);
+                    float* end = row + (block - tile + 1) * layout_.keys;
+                    std::fill(row + (block - tile) * layout_.keys + seen, end, -std::numeric_limits<float>::infinity());
+                }
+            }
+            F8 most = set8(state[width]);
+            for (int64_t i = 0; i < count; i += 8) most = max8(most, load8(row + i));
+            const float largest = largest8(most);
+            const float keep = exp1(state[width] - largest);
+            F8 sum = zero8();
+            for (int64_t i = 0; i < count; i += 8) {
+                const F8 weight = exp8(load8(row + i) - set8(largest));
+                sum = sum + weight;
+                store8(row + i, weight);
+            }
+            state[width + 1] = state[width + 1] * keep + sum8(sum);
+            state[width] = largest;
+            for (int64_t i = 0; i < width; i += 8) store8(state + i, load8(state + i) * set8(keep));
+        }
+        for (int64_t block = tile; block < tile_end; block++) {
+            // Places after the last query may never have been written.
+            const int64_t filled = std::min(block_size, last_position - block * block_size + 1);
+            weigh_block(scores + (block - tile) * layout_.keys, stride, rows, head_of(block) + dim * layout_.keys, filled,
+                        width, states, state_width());
+        }
+    }
+}
+
+template <class Element>
+void Attention::attend_task(const TmStep& step, const Buffer& q, const Buffer& out, int layer, const Task& task,
+                            Scratch& scratch) {
+    const int group = sizes_.num_heads / sizes_.num_kv_heads;
+    const int64_t width = layout_.value_width, blocks = std::max<int64_t>(1, kSplit / sizes_.block_size);
+    const int64_t tile_keys = std::max<int64_t>(1, kTile / sizes_.block_size) * layout_.keys;
+    // A few rows at a time keeps scores and states in the cache; any number gives the same result.
+    const int tokens_at_once = std::max(1, 48 / group);
+    const int64_t most_rows = static_cast<int64_t>(tokens_at_once) * group;
+    scratch.scores.resize(static_cast<size_t>(most_rows * tile_keys));
+    scratch.values.resize(static_cast<size_t>(most_rows * state_width()));
+    scratch.total.resize(static_cast<size_t>(most_rows * state_width()));
+    std::vector<const float*> queries(static_cast<size_t>(most_rows));
+    std::vector<int64_t> positions(static_cast<size_t>(most_rows));
+    for (int64_t first = task.begin; first < task.end; first += tokens_at_once) {
+        const int64_t end = std::min(first + tokens_at_once, task.end);
+        int rows = 0;
+        for (int64_t token = first; token < end; token++) {
+            for (int h = 0; h < group; h++, rows++) {
+                queries[rows] = q.values + token * q.width + (task.kv_head * group + h) * sizes_.head_dim;
+                positions[rows] = step.positions[token];
+            }
+        }
+        if (task.split >= 0) {
+            attend_split<Element>(step, queries.data(), positions.data(), rows, layer, task, task.split,
+                                  scratch.scores.data(), partials_.data() + task.partial * state_width());
+            continue;
+        }
+        const int64_t splits = positions[rows - 1] / (blocks * sizes_.block_size) + 1;
+        float* total = scratch.total.data();
+        attend_split<Element>(step, queries.data(), positions.data(), rows, layer, task, 0, scratch.scores.data(), total);
+        for (int64_t split = 1; split < splits; split++) {
+            attend_split<Element>(step, queries.data(), positions.data(), rows, layer, task, split,
+                                  scratch.scores.data(), scratch.values.data());
+            for (int r = 0; r < rows; r++) {
+                merge(total + r * state_width(), scratch.values.data() + r * state_width(), width);
+            }
+        }
+        for (int r = 0; r < rows; r++) {
+            finish(out, first + r / group, task.kv_head * group + r % group, total + r * state_width());
+        }
+    }
+}
+
+void Attention::finish(const Buffer& out, int64_t token, int head, const float* state) const {
+    const int64_t dim = sizes_.head_dim, width = layout_.value_width;
+    const float inverse = 1.0f / state[width + 1];
+    float* to = out.values + token * out.width + head * dim;
+    for (int64_t i = 0; i < dim; i++) to[i] = state[i] * inverse;
+    if (out.codes == nullptr || !quantizes()) return;
+    for (int64_t g = 0; g < dim / kGroup; g++) quantize_into(out, token, head * dim / kGroup + g, to + g * kGroup);
+}
+
+void Attention::attend(Pool& pool, const TmStep& step, const Buffer& q, const Buffer& out, int layer) {
+    scratch_.resize(static_cast<size_t>(pool.threads()));
+    pool.run(static_cast<int64_t>(tasks_.size()), [&](int64_t index, int thread) {
+        const Task& task = tasks_[index];
+        if (sizes_.kv_bfloat16) attend_task<bf16>(step, q, out, layer, task, scratch_[thread]);
+        else attend_task<float>(step, q, out, layer, task, scratch_[thread]);
+    });
+    const int group = sizes_.num_heads / sizes_.num_kv_heads;
+    for (const Fold& fold : folds_) {
+        for (int h = 0; h < group; h++) {
+            float* total = partials_.data() + (fold.partial + h) * state_width();
+            for (int64_t split = 1; split < fold.splits; split++) {
+                merge(total, total + split * group * state_width(), layout_.value_width);
+            }
+            finish(out, fold.token, fold.kv_head * group + h, total);
+        }
+    }
+}
+
+}  // namespace tokenmill

@@ -1,0 +1,80 @@
+// Paged attention and what writes the pool it reads.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "abi.h"
+#include "pool.h"
+#include "weight.h"
+
+namespace tokenmill {
+
+// The pool holds, for each layer and block, head by head: K as [head_dim][block size, rounded up to 8], so that scores of
+// 8 keys are computed at once, then V as [block size][head_dim, rounded up to 8].
+struct KvLayout {
+    explicit KvLayout(const TmAttention& sizes);
+
+    int64_t keys;        // block size, rounded up to 8
+    int64_t value_width;  // head_dim, rounded up to 8
+    int64_t head_elements;
+    int64_t block_bytes;
+};
+
+class Attention {
+  public:
+    explicit Attention(const TmAttention& sizes) : sizes_(sizes), layout_(sizes) {}
+
+    // To be called once before the operations of a step.
+    void plan(const TmStep& step);
+
+    // qkv rows: num_heads query heads, then the key heads, then the value heads. q gets the rotated queries, divided by
+    // sqrt(head_dim). Rotation pairs element i with i + head_dim / 2.
+    void rope_and_write(Pool& pool, const TmStep& step, const Buffer& qkv, const Buffer& q, int layer) const;
+
+    // Causal: the query at position p attends to positions 0..p of its sequence, all in the pool.
+    void attend(Pool& pool, const TmStep& step, const Buffer& q, const Buffer& out, int layer);
+
+    // Whether `attend` fills in the codes of `out` itself: where a head is a whole number of groups.
+    bool quantizes() const { return sizes_.head_dim % kGroup == 0; }
+
+  private:
+    template <class Element>
+    void write(const TmStep& step, const Buffer& qkv, const Buffer& q, int layer, int64_t token) const;
+
+    // A piece of work: the queries `begin`..`end` of a sequence (flat tokens), one KV head, some splits of its context.
+    struct Task {
+        int64_t begin, end;
+        int64_t sequence;
+        int32_t kv_head;
+        int32_t split;  // -1: all splits, one after the other
+        int64_t partial;  // where the result goes, with split >= 0
+    };
+    struct Fold {
+        int64_t token;
+        int32_t kv_head;
+        int64_t partial;
+        int64_t splits;
+    };
+    struct Scratch {
+        std::vector<float> scores, values, total;
+    };
+
+    template <class Element>
+    void attend_task(const TmStep& step, const Buffer& q, const Buffer& out, int layer, const Task& task,
+                     Scratch& scratch);
+    template <class Element>
+    void attend_split(const TmStep& step, const float* const* queries, const int64_t* positions, int rows, int layer,
+                      const Task& task, int64_t split, float* scores, float* state) const;
+    void finish(const Buffer& out, int64_t token, int head, const float* state) const;
+    int64_t state_width() const { return layout_.value_width + 2; }
+
+    TmAttention sizes_;
+    KvLayout layout_;
+    std::vector<Task> tasks_;
+    std::vector<Fold> folds_;
+    std::vector<float> partials_;
+    std::vector<Scratch> scratch_;
+};
+
+}  // namespace tokenmill

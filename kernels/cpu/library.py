@@ -1,0 +1,234 @@
+"""The compiled CPU kernels from Python: packed weights, and an engine that runs a recorded step in one call.
+
+Mirrors `abi.h` field by field. Nothing here checks shapes against each other: `gpu_workers.backends.native_cpu` does.
+"""
+
+import ctypes
+import enum
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+
+import torch
+
+from kernels.cpu.build import build
+
+GROUP = 32  # consecutive inputs that share a scale, in quantized weights and activations
+GATED_COLUMNS = 32  # gate rows, then as many up rows, and so on, in the weight of a GATED operation
+
+
+class Kind(enum.IntEnum):
+    """How a packed weight is held."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT4 = 2
+    INT8 = 3
+
+
+class Code(enum.IntEnum):
+    """Operations of a step; `abi.h` says what each does."""
+
+    EMBED = 0
+    NORM = 1
+    LINEAR = 2
+    GATED = 3
+    ROPE = 4
+    ATTENTION = 5
+    LOGITS = 6
+
+
+FLAG_GELU = 1
+FLAG_LOGITS_ROWS = 2
+FLAG_PRECISE = 4
+
+
+class Op(Structure):
+    """TmOp."""
+
+    _fields_ = (
+        ("code", c_int32),
+        ("flags", c_int32),
+        ("input", c_int32),
+        ("residual", c_int32),
+        ("output", c_int32),
+        ("layer", c_int32),
+        ("eps", c_float),
+        ("first", c_int32),
+        ("weight", c_void_p),
+    )
+
+
+class BufferShape(Structure):
+    """TmBuffer."""
+
+    _fields_ = (("width", c_int64), ("has_values", c_int32), ("code_terms", c_int32))
+
+
+class AttentionSizes(Structure):
+    """TmAttention."""
+
+    _fields_ = (
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("block_size", c_int32),
+        ("num_blocks", c_int64),
+        ("kv_bfloat16", c_int32),
+        ("unused", c_int32),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("kv", c_void_p),
+    )
+
+
+class Step(Structure):
+    """TmStep."""
+
+    _fields_ = (
+        ("tokens", c_int64),
+        ("sequences", c_int64),
+        ("rows", c_int64),
+        ("table_width", c_int64),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("query_starts", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("logits_rows", c_void_p),
+        ("logits", c_void_p),
+    )
+
+
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "tm_engine_new": (c_void_p, [c_int32]),
+    "tm_engine_free": (None, [c_void_p]),
+    "tm_kv_block_bytes": (c_int64, [POINTER(AttentionSizes)]),
+    "tm_engine_set_attention": (c_int32, [c_void_p, POINTER(AttentionSizes)]),
+    "tm_engine_set_buffers": (c_int32, [c_void_p, POINTER(BufferShape), c_int32]),
+    "tm_engine_run": (c_int32, [c_void_p, POINTER(Op), c_int32, POINTER(Step)]),
+    "tm_engine_buffer": (c_void_p, [c_void_p, c_int32, c_int64, c_int32]),
+    "tm_weight_new": (c_void_p, [c_int32, c_int64, c_int64]),
+    "tm_weight_free": (None, [c_void_p]),
+    "tm_weight_bytes": (c_int64, [c_void_p]),
+    "tm_weight_pack_float": (None, [c_void_p, c_void_p]),
+    "tm_weight_pack_int4": (None, [c_void_p, c_void_p, c_void_p, c_void_p]),
+    "tm_weight_pack_int8": (None, [c_void_p, c_void_p, c_void_p]),
+    "tm_weight_set_bias": (c_int32, [c_void_p, c_void_p]),
+}
+
+
+@cache
+def load(progress: Callable[[str], None] | None = None) -> ctypes.CDLL:
+    """The library, compiled if this machine has not done so yet. Raises `kernels.cpu.build.BuildError`."""
+    library = ctypes.CDLL(str(build(progress=progress)))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+def _done(status: int) -> None:
+    if status < 0:
+        raise MemoryError("the CPU kernels could not allocate the memory they need")
+
+
+def _made(pointer: int | None) -> int:
+    if not pointer:
+        raise MemoryError("the CPU kernels could not allocate the memory they need")
+    return pointer
+
+
+class PackedWeight:
+    """An [N, K] weight in the kernels' own layout; freed with this object."""
+
+    def __init__(self, library: ctypes.CDLL, kind: Kind, n: int, k: int) -> None:
+        self._library = library
+        self.kind, self.n, self.k = kind, n, k
+        self.precise = False  # its inputs are taken with 16 bits, where they are quantized
+        self.gated_width = 0  # results of a GATED operation with this weight, where it is made for one
+        self.pointer = _made(library.tm_weight_new(kind, n, k))
+
+    def __del__(self) -> None:
+        if getattr(self, "pointer", None):
+            self._library.tm_weight_free(self.pointer)
+
+    @property
+    def code_terms(self) -> int:
+        """Terms of int8 codes that its inputs are taken as; 0: they are float32."""
+        if self.kind not in (Kind.INT4, Kind.INT8):
+            return 0
+        return 2 if self.precise else 1
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._library.tm_weight_bytes(self.pointer))
+
+    @classmethod
+    def from_float(cls, library: ctypes.CDLL, weight: torch.Tensor, kind: Kind) -> "PackedWeight":
+        """From [N, K] of any float dtype; `kind` FLOAT32, or BFLOAT16 to which it is rounded."""
+        packed = cls(library, kind, *weight.shape)
+        source = weight.to(torch.float32).contiguous()
+        library.tm_weight_pack_float(packed.pointer, source.data_ptr())
+        return packed
+
+    @classmethod
+    def from_int4(
+        cls, library: ctypes.CDLL, codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None
+    ) -> "PackedWeight":
+        """codes [N, K] uint8 0..15; scales and minimums [N, K / 32], kept as half floats; no minimums: 0."""
+        packed = cls(library, Kind.INT4, *codes.shape)
+        parts = codes.contiguous(), scales.float().contiguous()
+        low = None if minimums is None else minimums.float().contiguous()
+        pointers = [part.data_ptr() for part in parts]
+        library.tm_weight_pack_int4(packed.pointer, *pointers, None if low is None else low.data_ptr())
+        return packed
+
+    @classmethod
+    def from_int8(cls, library: ctypes.CDLL, codes: torch.Tensor, scales: torch.Tensor) -> "PackedWeight":
+        """codes [N, K] int8; scales [N, K / 32]."""
+        packed = cls(library, Kind.INT8, *codes.shape)
+        parts = codes.contiguous(), scales.float().contiguous()
+        library.tm_weight_pack_int8(packed.pointer, *(part.data_ptr() for part in parts))
+        return packed
+
+    def set_bias(self, bias: torch.Tensor) -> None:
+        """[N], added to every product."""
+        values = bias.float().contiguous()
+        _done(self._library.tm_weight_set_bias(self.pointer, values.data_ptr()))
+
+
+class Engine:
+    """A pool of `threads` compute threads, the caller's one of them, and the buffers of a recorded step."""
+
+    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+        self._library = library
+        self._pointer = _made(library.tm_engine_new(threads))
+
+    def __del__(self) -> None:
+        if getattr(self, "_pointer", None):
+            self._library.tm_engine_free(self._pointer)
+
+    def set_attention(self, sizes: AttentionSizes) -> None:
+        """The pool and tables that ROPE and ATTENTION use; the caller keeps them alive."""
+        _done(self._library.tm_engine_set_attention(self._pointer, sizes))
+
+    def set_buffers(self, shapes: Sequence[BufferShape]) -> None:
+        """What the operations' buffer numbers mean."""
+        _done(self._library.tm_engine_set_buffers(self._pointer, (BufferShape * len(shapes))(*shapes), len(shapes)))
+
+    def run(self, ops: "ctypes.Array[Op]", step: Step) -> None:
+        """Run all operations; other Python threads go on meanwhile."""
+        _done(self._library.tm_engine_run(self._pointer, ops, len(ops), step))
+
+    def values(self, buffer: int, rows: int, width: int) -> torch.Tensor:
+        """The float32 values [rows, width] of a buffer, not copied: good until a run with more rows than before."""
+        address = _made(self._library.tm_engine_buffer(self._pointer, buffer, rows, 0))
+        return torch.frombuffer((c_float * (rows * width)).from_address(address), dtype=torch.float32).view(rows, width)
+
+
+def kv_block_bytes(library: ctypes.CDLL, sizes: AttentionSizes) -> int:
+    """Bytes of one layer's part of a KV block."""
+    return int(library.tm_kv_block_bytes(sizes))

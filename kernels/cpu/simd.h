@@ -1,0 +1,180 @@
+// Eight floats at a time: AVX2 with FMA, or plain loops that any compiler can read.
+//
+// Reductions have a fixed order and products are fused only where `fma` says so (the build passes -ffp-contract=off):
+// the same inputs give the same bits whatever the compiler, the thread count or the other rows of a batch.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(TOKENMILL_ISA_AVX2) || defined(TOKENMILL_ISA_AVX512)
+#define TOKENMILL_X86 1
+#include <immintrin.h>
+#else
+#define TOKENMILL_X86 0
+#endif
+
+namespace tokenmill {
+
+using bf16 = uint16_t;
+
+inline float bf16_to_float(bf16 x) {
+    uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// Rounded to nearest even; NaN stays NaN.
+inline bf16 float_to_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<bf16>((bits >> 16) | 64);
+    return static_cast<bf16>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+#if TOKENMILL_X86
+
+struct F8 {
+    __m256 v;
+};
+
+inline F8 zero8() { return {_mm256_setzero_ps()}; }
+inline F8 set8(float x) { return {_mm256_set1_ps(x)}; }
+inline F8 load8(const float* p) { return {_mm256_loadu_ps(p)}; }
+inline F8 load8(const bf16* p) {
+    __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16))};
+}
+inline void store8(float* p, F8 x) { _mm256_storeu_ps(p, x.v); }
+inline void store8(bf16* p, F8 x) {
+    const __m256i bits = _mm256_castps_si256(x.v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q));
+    rounded = _mm256_blendv_epi8(rounded, _mm256_or_si256(bits, _mm256_set1_epi32(64 << 16)), nan);
+    rounded = _mm256_srli_epi32(rounded, 16);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
+inline F8 operator+(F8 a, F8 b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline F8 operator-(F8 a, F8 b) { return {_mm256_sub_ps(a.v, b.v)}; }
+inline F8 operator*(F8 a, F8 b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline F8 operator/(F8 a, F8 b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline F8 fma(F8 a, F8 b, F8 c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline F8 max8(F8 a, F8 b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline F8 min8(F8 a, F8 b) { return {_mm256_min_ps(a.v, b.v)}; }
+inline F8 abs8(F8 a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
+inline F8 round8(F8 a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// 2^n for whole n in -126..127
+inline F8 power_of_two(F8 n) {
+    __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
+    return {_mm256_castsi256_ps(bits)};
+}
+// x where a >= b, else 0; x where a or b is NaN
+inline F8 keep_unless_less(F8 x, F8 a, F8 b) { return {_mm256_and_ps(x.v, _mm256_cmp_ps(a.v, b.v, _CMP_NLT_UQ))}; }
+// 32 whole numbers in -128..127
+inline void store_codes(int8_t* p, F8 a, F8 b, F8 c, F8 d) {
+    const __m256i ab = _mm256_packs_epi32(_mm256_cvtps_epi32(a.v), _mm256_cvtps_epi32(b.v));
+    const __m256i cd = _mm256_packs_epi32(_mm256_cvtps_epi32(c.v), _mm256_cvtps_epi32(d.v));
+    // Packing works in halves of a vector, which leaves fours in the order a c b d of each half.
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i codes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(ab, cd), order);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), codes);
+}
+inline float sum8(F8 a) {
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+inline float largest8(F8 a) {
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+
+#else
+
+struct F8 {
+    float v[8];
+};
+
+template <class Op>
+inline F8 each(Op op) {
+    F8 r;
+    for (int i = 0; i < 8; i++) r.v[i] = op(i);
+    return r;
+}
+inline F8 set8(float x) { return each([&](int) { return x; }); }
+inline F8 zero8() { return set8(0.0f); }
+inline F8 load8(const float* p) { return each([&](int i) { return p[i]; }); }
+inline F8 load8(const bf16* p) { return each([&](int i) { return bf16_to_float(p[i]); }); }
+inline void store8(float* p, F8 x) { std::memcpy(p, x.v, sizeof x.v); }
+inline void store8(bf16* p, F8 x) {
+    for (int i = 0; i < 8; i++) p[i] = float_to_bf16(x.v[i]);
+}
+inline F8 operator+(F8 a, F8 b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
+inline F8 operator-(F8 a, F8 b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
+inline F8 operator*(F8 a, F8 b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
+inline F8 operator/(F8 a, F8 b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
+// Not fused here: without the instruction, std::fma is a library call.
+inline F8 fma(F8 a, F8 b, F8 c) { return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; }); }
+inline F8 max8(F8 a, F8 b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+inline F8 min8(F8 a, F8 b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+inline F8 abs8(F8 a) { return each([&](int i) { return std::fabs(a.v[i]); }); }
+inline F8 round8(F8 a) { return each([&](int i) { return std::nearbyintf(a.v[i]); }); }
+inline F8 power_of_two(F8 n) {
+    return each([&](int i) {
+        uint32_t bits = (static_cast<uint32_t>(static_cast<int32_t>(n.v[i])) + 127u) << 23;
+        float value;
+        std::memcpy(&value, &bits, 4);
+        return value;
+    });
+}
+inline F8 keep_unless_less(F8 x, F8 a, F8 b) { return each([&](int i) { return a.v[i] < b.v[i] ? 0.0f : x.v[i]; }); }
+inline void store_codes(int8_t* p, F8 a, F8 b, F8 c, F8 d) {
+    for (int i = 0; i < 8; i++) {
+        p[i] = static_cast<int8_t>(a.v[i]);
+        p[8 + i] = static_cast<int8_t>(b.v[i]);
+        p[16 + i] = static_cast<int8_t>(c.v[i]);
+        p[24 + i] = static_cast<int8_t>(d.v[i]);
+    }
+}
+inline float sum8(F8 a) {
+    const float* v = a.v;
+    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+inline float largest8(F8 a) {
+    float best = a.v[0];
+    for (int i = 1; i < 8; i++) best = a.v[i] > best ? a.v[i] : best;
+    return best;
+}
+
+#endif
+
+// e^x, relative error below 2e-7; 0 below -87.3 (also for -inf), no more than e^88; NaN gives NaN.
+// Range reduction to |r| <= ln 2 / 2 and a polynomial of degree 6 (Cody & Waite 1980).
+inline F8 exp8(F8 x) {
+    const F8 lowest = set8(-87.3f);
+    const F8 inside = min8(max8(lowest, x), set8(88.0f));
+    const F8 n = round8(inside * set8(1.44269504f));
+    F8 r = fma(n, set8(-0.693145751953125f), inside);
+    r = fma(n, set8(-1.42860677e-6f), r);
+    F8 p = set8(1.0f / 720);
+    p = fma(p, r, set8(1.0f / 120));
+    p = fma(p, r, set8(1.0f / 24));
+    p = fma(p, r, set8(1.0f / 6));
+    p = fma(p, r, set8(0.5f));
+    p = fma(p, r, set8(1.0f));
+    p = fma(p, r, set8(1.0f));
+    return keep_unless_less(p * power_of_two(n), x, lowest);
+}
+
+inline float exp1(float x) {
+    float out[8];
+    store8(out, exp8(set8(x)));
+    return out[0];
+}
+
+}  // namespace tokenmill

@@ -1,0 +1,185 @@
+#include "weight.h"
+
+#include <sys/mman.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "simd.h"
+
+namespace tokenmill {
+
+namespace {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+
+// The groups of panel p are at groups(p)[g].
+template <class Group>
+Group* groups_of(const Weight& weight, int64_t panel) {
+    return reinterpret_cast<Group*>(weight.data + panel * weight.panel_bytes());
+}
+
+}  // namespace
+
+float half_to_float(uint16_t x) {
+    const uint32_t sign = static_cast<uint32_t>(x & 0x8000u) << 16;
+    const uint32_t exponent = (x >> 10) & 31u, mantissa = x & 1023u;
+    float value;
+    if (exponent == 0) {
+        value = std::ldexp(static_cast<float>(mantissa), -24);
+    } else if (exponent == 31) {
+        value = mantissa ? NAN : INFINITY;
+    } else {
+        value = std::ldexp(static_cast<float>(mantissa + 1024u), static_cast<int>(exponent) - 25);
+    }
+    return sign ? -value : value;
+}
+
+uint16_t float_to_half(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
+    if (std::isnan(x)) return sign | 0x7e00u;
+    const float magnitude = std::fabs(x);
+    if (magnitude >= 65520.0f) return sign | 0x7c00u;
+    if (magnitude < 6.103515625e-05f) {  // subnormal: a whole number of 2^-24
+        return sign | static_cast<uint16_t>(std::nearbyintf(std::ldexp(magnitude, 24)));
+    }
+    int exponent;
+    const float fraction = std::frexp(magnitude, &exponent);  // in [0.5, 1)
+    const auto mantissa = static_cast<uint32_t>(std::nearbyintf(std::ldexp(fraction, 11)));  // 1024..2048
+    return sign | static_cast<uint16_t>(((exponent + 14) << 10) + static_cast<int>(mantissa - 1024u));
+}
+
+Weight::Weight(Kind kind, int64_t n, int64_t k) : kind(kind), n(n), k(k) {
+    bytes_ = static_cast<size_t>(panels() * panel_bytes());
+    // Pages come zeroed, so the columns that fill up the last panel are zeros.
+    void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+    if (bytes_ >= kHugePage) madvise(memory, bytes_, MADV_HUGEPAGE);
+#endif
+    data = static_cast<unsigned char*>(memory);
+}
+
+Weight::~Weight() { munmap(data, bytes_); }
+
+int64_t Weight::panel_bytes() const {
+    switch (kind) {
+        case Kind::kFloat32: return k * 16 * 4;
+        case Kind::kBfloat16: return k * 16 * 2;
+        case Kind::kInt4: return k / kGroup * static_cast<int64_t>(sizeof(Int4Group));
+        case Kind::kInt8: return k / kGroup * static_cast<int64_t>(sizeof(Int8Group));
+    }
+    return 0;
+}
+
+void Weight::pack_float(const float* source) {
+    for (int64_t row = 0; row < n; row++) {
+        const int64_t c = row % 16;
+        unsigned char* panel = data + row / 16 * panel_bytes();
+        const float* from = source + row * k;
+        if (kind == Kind::kFloat32) {
+            float* to = reinterpret_cast<float*>(panel) + c;
+            for (int64_t i = 0; i < k; i++) to[i * 16] = from[i];
+        } else {
+            bf16* to = reinterpret_cast<bf16*>(panel) + (c % 8) * 2 + c / 8;
+            for (int64_t i = 0; i < k; i++) to[i * 16] = float_to_bf16(from[i]);
+        }
+    }
+}
+
+void Weight::pack_int4(const uint8_t* codes, const float* scales, const float* minimums) {
+    const int64_t groups = k / kGroup;
+    for (int64_t row = 0; row < n; row++) {
+        const int64_t c = row % 8;
+        Int4Group* to = groups_of<Int4Group>(*this, row / 8);
+        for (int64_t g = 0; g < groups; g++) {
+            const uint8_t* from = codes + row * k + g * kGroup;
+            to[g].scale[c] = float_to_half(scales[row * groups + g]);
+            to[g].minimum[c] = minimums ? float_to_half(minimums[row * groups + g]) : 0;
+            for (int j = 0; j < 4; j++) {
+                for (int i = 0; i < 4; i++) {
+                    to[g].codes[j][4 * c + i] = static_cast<uint8_t>(from[4 * j + i] | from[4 * (j + 4) + i] << 4);
+                }
+            }
+        }
+    }
+}
+
+void Weight::pack_int8(const int8_t* codes, const float* scales) {
+    const int64_t groups = k / kGroup;
+    for (int64_t row = 0; row < n; row++) {
+        const int64_t c = row % 8;
+        Int8Group* to = groups_of<Int8Group>(*this, row / 8);
+        for (int64_t g = 0; g < groups; g++) {
+            const int8_t* from = codes + row * k + g * kGroup;
+            to[g].scale[c] = scales[row * groups + g];
+            for (int j = 0; j < 8; j++) std::memcpy(&to[g].codes[j][4 * c], from + 4 * j, 4);
+        }
+    }
+}
+
+void Weight::read_row(int64_t index, float* out) const {
+    const unsigned char* start = panel(index / panel_width(kind));
+    const int64_t c = index % panel_width(kind);
+    switch (kind) {
+        case Kind::kFloat32:
+            for (int64_t i = 0; i < k; i++) out[i] = reinterpret_cast<const float*>(start)[i * 16 + c];
+            return;
+        case Kind::kBfloat16:
+            for (int64_t i = 0; i < k; i++) {
+                out[i] = bf16_to_float(reinterpret_cast<const bf16*>(start)[i * 16 + (c % 8) * 2 + c / 8]);
+            }
+            return;
+        case Kind::kInt4: {
+            const auto* groups = reinterpret_cast<const Int4Group*>(start);
+            for (int64_t i = 0; i < k; i++) {
+                const Int4Group& group = groups[i / kGroup];
+                const int64_t inner = i % kGroup, j = inner / 4;
+                const uint8_t both = group.codes[j % 4][4 * c + inner % 4];
+                const int code = j < 4 ? both & 15 : both >> 4;
+                out[i] = static_cast<float>(code) * half_to_float(group.scale[c]) + half_to_float(group.minimum[c]);
+            }
+            return;
+        }
+        case Kind::kInt8: {
+            const auto* groups = reinterpret_cast<const Int8Group*>(start);
+            for (int64_t i = 0; i < k; i++) {
+                const Int8Group& group = groups[i / kGroup];
+                const int64_t inner = i % kGroup;
+                out[i] = static_cast<float>(group.codes[inner / 4][4 * c + inner % 4]) * group.scale[c];
+            }
+            return;
+        }
+    }
+}
+
+void quantize_group(const float* x, int8_t* codes, float* scales, float* rest) {
+    F8 v[4], r[4];
+    for (int i = 0; i < 4; i++) v[i] = load8(x + 8 * i);
+    const float largest = largest8(max8(max8(abs8(v[0]), abs8(v[1])), max8(abs8(v[2]), abs8(v[3]))));
+    const F8 inverse = set8(largest > 0.0f ? 127.0f / largest : 0.0f);
+    F8 total = zero8();
+    for (int i = 0; i < 4; i++) {
+        r[i] = round8(v[i] * inverse);
+        total = total + r[i];  // whole numbers below 2^24: exact
+    }
+    store_codes(codes, r[0], r[1], r[2], r[3]);
+    scales[0] = largest / 127.0f;
+    scales[1] = scales[0] * sum8(total);
+    if (rest == nullptr) return;
+    for (int i = 0; i < 4; i++) store8(rest + 8 * i, v[i] - r[i] * set8(scales[0]));
+}
+
+void quantize_into(const Buffer& out, int64_t row, int64_t group, const float* x) {
+    const int64_t at = row * out.width + group * kGroup, scale_at = 2 * (row * (out.width / kGroup) + group);
+    if (out.rest_codes == nullptr) return quantize_group(x, out.codes + at, out.scales + scale_at, nullptr);
+    float rest[kGroup];
+    quantize_group(x, out.codes + at, out.scales + scale_at, rest);
+    quantize_group(rest, out.rest_codes + at, out.rest_scales + scale_at, nullptr);
+}
+
+}  // namespace tokenmill

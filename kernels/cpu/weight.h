@@ -1,0 +1,97 @@
+// Packed weights and the buffers that products read and write.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace tokenmill {
+
+enum class Kind : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt4 = 2, kInt8 = 3 };
+
+constexpr int kGroup = 32;  // consecutive inputs that share a scale, of quantized weights and activations
+
+// Columns (output features) of a panel: those that one vector of accumulators holds.
+inline int panel_width(Kind kind) { return kind == Kind::kFloat32 || kind == Kind::kBfloat16 ? 16 : 8; }
+
+// One panel of one group of an int4 weight: value = code * scale + minimum, scales as IEEE half floats.
+// codes[j][4 c + i], low four bits: column c, input 4 j + i; high four bits: input 4 (j + 4) + i.
+struct Int4Group {
+    uint16_t scale[8];
+    uint16_t minimum[8];
+    uint8_t codes[4][32];
+};
+static_assert(sizeof(Int4Group) == 160);
+
+// Likewise of an int8 weight, codes -128..127: value = code * scale; codes[j][4 c + i]: column c, input 4 j + i.
+struct Int8Group {
+    float scale[8];
+    int8_t codes[8][32];
+};
+static_assert(sizeof(Int8Group) == 288);
+
+// An [N, K] weight, panel after panel, each panel input after input. Float panels have 16 columns: of float32 two
+// vectors an input, of bfloat16 one vector of pairs (column i in the lower half, column 8 + i in the upper).
+struct Weight {
+    Kind kind;
+    int64_t n;
+    int64_t k;
+    std::unique_ptr<float[]> bias;  // [N], or none
+    unsigned char* data = nullptr;
+
+    Weight(Kind kind, int64_t n, int64_t k);
+    ~Weight();
+    Weight(const Weight&) = delete;
+    Weight& operator=(const Weight&) = delete;
+
+    int64_t panels() const { return (n + panel_width(kind) - 1) / panel_width(kind); }
+    int64_t panel_bytes() const;
+    const unsigned char* panel(int64_t index) const { return data + index * panel_bytes(); }
+
+    void pack_float(const float* source);
+    // codes [N, K]; scales and minimums [N, K / 32] (no minimums: nullptr)
+    void pack_int4(const uint8_t* codes, const float* scales, const float* minimums);
+    void pack_int8(const int8_t* codes, const float* scales);
+
+    // Row `index` of the [N, K] weight, as float32 [K].
+    void read_row(int64_t index, float* out) const;
+
+  private:
+    size_t bytes_ = 0;
+};
+
+uint16_t float_to_half(float x);
+float half_to_float(uint16_t x);
+
+// Rows of activations; of `width` elements each. Either part may be absent.
+struct Buffer {
+    int64_t width = 0;
+    float* values = nullptr;    // [rows, width]
+    int8_t* codes = nullptr;    // [rows, width]: value = code * scale of its group
+    float* scales = nullptr;    // [rows, width / 32, 2]: of each group its scale, and scale * sum of its codes
+    // What the codes leave of each value, quantized in its turn: both terms together have 16 bits.
+    int8_t* rest_codes = nullptr;
+    float* rest_scales = nullptr;
+
+    // The second term as a buffer of its own.
+    Buffer rest() const { return Buffer{width, nullptr, rest_codes, rest_scales, nullptr, nullptr}; }
+};
+
+// Quantize 32 values to int8, symmetric: scales[0] = largest / 127, scales[1] = that times the sum of the codes.
+// `rest`, where it is not null, becomes x less what the codes stand for.
+void quantize_group(const float* x, int8_t* codes, float* scales, float* rest);
+
+// Group `group` of row `row` of a buffer with codes.
+void quantize_into(const Buffer& out, int64_t row, int64_t group, const float* x);
+
+inline void quantize_row(const Buffer& out, int64_t row, const float* x) {
+    for (int64_t g = 0; g < out.width / kGroup; g++) quantize_into(out, row, g, x + g * kGroup);
+}
+
+// tile[r * stride + c] = row `row0 + r` of x times column `col0 + c` of the weight, without bias.
+// col0 is a multiple of 32; columns up to the end of the last panel are written.
+// Every result is computed by the same operations in the same order whatever `rows` and the tile are.
+void multiply_tile(const Weight& weight, const Buffer& x, int64_t row0, int rows, int64_t col0, int cols, float* tile,
+                   int stride);
+
+}  // namespace tokenmill

@@ -1,0 +1,26 @@
+"""A pytest plugin: the kernels' tests run on a build with sanitizers (`-p tests.kernels.cpu.sanitized`).
+
+The process must have been started in `kernels.cpu.build.sanitizer_environment()`.
+"""
+
+import functools
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from kernels.cpu import library
+from kernels.cpu.build import build
+
+library.build = functools.partial(build, sanitize=True)
+
+# Sanitized code is ten times slower: tests that take their number of examples from the profile get by with fewer.
+settings.register_profile("sanitized", max_examples=40)
+settings.load_profile("sanitized")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which of our libraries this process has loaded."""
+    mapped = {Path(line.split()[-1]).name for line in Path("/proc/self/maps").read_text().splitlines()}
+    ours = sorted(name for name in mapped if name.startswith("tokenmill_cpu-"))
+    terminalreporter.write_line(f"kernels: {' '.join(ours)}")
