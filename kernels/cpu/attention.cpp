@@ -271,8 +271,10 @@ void Attention::attend_task(const TmStep& step, const Buffer& q, const Buffer& o
     scratch.scores.resize(static_cast<size_t>(most_rows * tile_keys));
     scratch.values.resize(static_cast<size_t>(most_rows * state_width()));
     scratch.total.resize(static_cast<size_t>(most_rows * state_width()));
-    std::vector<const float*> queries(static_cast<size_t>(most_rows));
-    std::vector<int64_t> positions(static_cast<size_t>(most_rows));
+    scratch.queries.resize(static_cast<size_t>(most_rows));
+    scratch.positions.resize(static_cast<size_t>(most_rows));
+    const float** queries = scratch.queries.data();
+    int64_t* positions = scratch.positions.data();
     for (int64_t first = task.begin; first < task.end; first += tokens_at_once) {
         const int64_t end = std::min(first + tokens_at_once, task.end);
         int rows = 0;
@@ -283,15 +285,15 @@ void Attention::attend_task(const TmStep& step, const Buffer& q, const Buffer& o
             }
         }
         if (task.split >= 0) {
-            attend_split<Element>(step, queries.data(), positions.data(), rows, layer, task, task.split,
+            attend_split<Element>(step, queries, positions, rows, layer, task, task.split,
                                   scratch.scores.data(), partials_.data() + task.partial * state_width());
             continue;
         }
         const int64_t splits = positions[rows - 1] / (blocks * sizes_.block_size) + 1;
         float* total = scratch.total.data();
-        attend_split<Element>(step, queries.data(), positions.data(), rows, layer, task, 0, scratch.scores.data(), total);
+        attend_split<Element>(step, queries, positions, rows, layer, task, 0, scratch.scores.data(), total);
         for (int64_t split = 1; split < splits; split++) {
-            attend_split<Element>(step, queries.data(), positions.data(), rows, layer, task, split,
+            attend_split<Element>(step, queries, positions, rows, layer, task, split,
                                   scratch.scores.data(), scratch.values.data());
             for (int r = 0; r < rows; r++) {
                 merge(total + r * state_width(), scratch.values.data() + r * state_width(), width);

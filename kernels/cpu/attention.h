@@ -58,6 +58,8 @@ class Attention {
     };
     struct Scratch {
         std::vector<float> scores, values, total;
+        std::vector<const float*> queries;
+        std::vector<int64_t> positions;
     };
 
     template <class Element>

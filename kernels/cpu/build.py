@@ -59,10 +59,6 @@ _AVX512 = _Isa(
 
 # The most capable first.
 ISAS = {
-    "avx512_bf16": _Isa(
-        _AVX512.needs | {"avx512_bf16"},
-        (*_AVX512.flags, "-mavx512bf16", "-DTOKENMILL_ISA_AVX512=1", "-DTOKENMILL_ISA_AVX512_BF16=1"),
-    ),
     "avx512": _Isa(_AVX512.needs, (*_AVX512.flags, "-DTOKENMILL_ISA_AVX512=1")),
     "avx2": _Isa(_AVX2.needs, (*_AVX2.flags, "-DTOKENMILL_ISA_AVX2=1")),
     "portable": _Isa(frozenset(), ("-DTOKENMILL_ISA_PORTABLE=1",)),
@@ -376,9 +372,9 @@ def sanitizer_environment() -> dict[str, str]:
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m kernels.cpu.build",
-        description="Compile the native CPU kernels ahead of time. A server does this by itself on first use; run it "
-        "for images and for hosts without a compiler or a writable cache folder. Prints each library and "
-        "the seconds it took.",
+        description="Compile the native CPU kernels ahead of time. A server does this by itself on first use;\n"
+        "run it for images and for hosts without a compiler or a writable cache folder. Prints each\n"
+        "library and the seconds it took.",
         epilog="In an image that may run on any x86 CPU, with the compiler in the build stage only:\n"
         "  python -m kernels.cpu.build --isa all --output kernels/cpu/prebuilt\n\n"
         "environment:\n"

@@ -4,6 +4,7 @@
 // the inputs (or over groups of 32 whose integer sums are exact), so it has the same bits alone and in any batch.
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "simd.h"
 #include "weight.h"
@@ -154,6 +155,75 @@ void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float*
     }
     for (int r = 0; r < R; r++) {
         for (int p = 0; p < P; p++) _mm256_storeu_ps(out + r * stride + p * 8, totals[r][p]);
+    }
+}
+
+// A group of two int4 panels with a byte a code, for many rows: they share the work of taking it apart.
+struct Expanded {
+    uint8_t codes[8][2][32];
+    float scale[2][8];
+    float minimum[2][8];
+};
+
+void expand(const Weight& weight, int64_t panel, Expanded* to) {
+    const __m256i low_bits = _mm256_set1_epi8(15);
+    for (int p = 0; p < 2; p++) {
+        const auto* from = reinterpret_cast<const Int4Group*>(weight.panel(panel + p));
+        for (int64_t g = 0; g < weight.k / kGroup; g++) {
+            for (int j = 0; j < 4; j++) {
+                const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from[g].codes[j]));
+                const __m256i high = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_bits);
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(to[g].codes[j][p]), _mm256_and_si256(both, low_bits));
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(to[g].codes[j + 4][p]), high);
+            }
+            const auto* halves = reinterpret_cast<const __m128i*>(from[g].scale);
+            _mm256_storeu_ps(to[g].scale[p], _mm256_cvtph_ps(_mm_loadu_si128(halves)));
+            _mm256_storeu_ps(to[g].minimum[p], _mm256_cvtph_ps(_mm_loadu_si128(halves + 1)));
+        }
+    }
+}
+
+// The operations of multiply_int4, in the same order. Two panels share each load of four inputs, as there are fewer
+// loads than products in a cycle; their totals need more registers than there are, and wait in memory for each group.
+template <int R>
+void multiply_expanded(const Expanded* w, const Rows& rows, float* out, int stride) {
+    const int8_t* codes = rows.codes(0);
+    const float* scales = rows.scales(0);
+    const int64_t width = rows.groups * kGroup;
+    __m256 totals[R][2];
+    for (auto& row : totals) row[0] = row[1] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < rows.groups; g++) {
+        __m256i sums[R][2];
+        for (auto& row : sums) row[0] = row[1] = _mm256_setzero_si256();
+#pragma GCC unroll 1
+        for (int j = 0; j < 8; j++) {
+            const int8_t* x = codes + g * kGroup + 4 * j;
+            const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w[g].codes[j][0]));
+            const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w[g].codes[j][1]));
+            for (int r = 0; r < R; r++) {
+                const __m256i four = broadcast4(x + r * width);
+                if constexpr (kDot4) {
+                    sums[r][0] = dot4(sums[r][0], first, four);
+                    sums[r][1] = dot4(sums[r][1], second, four);
+                } else {
+                    sums[r][0] = _mm256_add_epi16(sums[r][0], _mm256_maddubs_epi16(first, four));
+                    sums[r][1] = _mm256_add_epi16(sums[r][1], _mm256_maddubs_epi16(second, four));
+                }
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            const float* x = scales + 2 * (r * rows.groups + g);
+            const __m256 scale = _mm256_set1_ps(x[0]), sum = _mm256_set1_ps(x[1]);
+            for (int p = 0; p < 2; p++) {
+                if constexpr (!kDot4) sums[r][p] = _mm256_madd_epi16(sums[r][p], _mm256_set1_epi16(1));
+                const __m256 both = _mm256_mul_ps(_mm256_loadu_ps(w[g].scale[p]), scale);
+                totals[r][p] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r][p]), both, totals[r][p]);
+                totals[r][p] = _mm256_fmadd_ps(_mm256_loadu_ps(w[g].minimum[p]), sum, totals[r][p]);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        for (int p = 0; p < 2; p++) _mm256_storeu_ps(out + r * stride + p * 8, totals[r][p]);
     }
 }
 
@@ -314,6 +384,32 @@ const Kernels* kernels_of(Kind kind) {
     return nullptr;
 }
 
+#if TOKENMILL_X86
+
+constexpr int kExpandedRows = 4;
+constexpr int kExpandedFrom = 8;  // rows for which it pays to expand
+
+// Two panels for `rows` rows, of which the last few are left to the caller; returns how many are done.
+int multiply_many(const Weight& weight, const Buffer& x, int64_t row0, int rows, int64_t panel, float* out, int stride) {
+    static thread_local std::vector<Expanded> expanded;
+    expanded.resize(static_cast<size_t>(weight.k / kGroup));
+    expand(weight, panel, expanded.data());
+    int r = 0;
+    for (; r + kExpandedRows <= rows; r += kExpandedRows) {
+        const Rows some{x, row0 + r, x.width / kGroup};
+        multiply_expanded<kExpandedRows>(expanded.data(), some, out + static_cast<int64_t>(r) * stride, stride);
+    }
+    return r;
+}
+
+#else
+
+constexpr int kExpandedFrom = 1 << 30;
+
+int multiply_many(const Weight&, const Buffer&, int64_t, int, int64_t, float*, int) { return 0; }
+
+#endif
+
 }  // namespace
 
 void multiply_tile(const Weight& weight, const Buffer& x, int64_t row0, int rows, int64_t col0, int cols, float* tile,
@@ -326,7 +422,13 @@ void multiply_tile(const Weight& weight, const Buffer& x, int64_t row0, int rows
         // Panels outside, rows inside: the panel stays in the first-level cache.
         const int64_t left = last - panel;
         int64_t step = all->panels;
-        for (int r = 0; r < rows;) {
+        int r = 0;
+        const bool many = weight.kind == Kind::kInt4 && rows >= kExpandedFrom && left >= 2;
+        if (many) {
+            r = multiply_many(weight, x, row0, rows, panel, tile + (panel - first) * width, stride);
+            step = 2;
+        }
+        while (r < rows) {
             const Kernels* fit = all;
             while (fit->rows > rows - r) fit++;
             if (r == 0) step = left >= fit->panels ? fit->panels : 1;

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <new>
 
 #include "simd.h"
@@ -14,6 +15,50 @@ namespace tokenmill {
 namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kChunk = 16 * kHugePage;
+
+size_t round_up(size_t size, size_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+#if defined(__SANITIZE_ADDRESS__)
+
+// One allocation a weight, so that reading past its end is noticed.
+std::shared_ptr<unsigned char> zeroed(size_t bytes) {
+    void* memory = std::aligned_alloc(64, round_up(bytes, 64));
+    if (memory == nullptr) throw std::bad_alloc();
+    std::memset(memory, 0, round_up(bytes, 64));
+    return {static_cast<unsigned char*>(memory), [](unsigned char* p) { std::free(p); }};
+}
+
+#else
+
+// Weights lie side by side in large pages: a decode step reads all of them, one address translation after the other.
+// A chunk is given back when its last weight is gone.
+std::shared_ptr<unsigned char> zeroed(size_t bytes) {
+    static std::mutex mutex;
+    static std::weak_ptr<unsigned char> latest;
+    static size_t used = 0, size = 0;
+    const std::lock_guard<std::mutex> lock(mutex);
+    bytes = round_up(bytes, 64);
+    std::shared_ptr<unsigned char> chunk = latest.lock();
+    if (!chunk || used + bytes > size) {
+        const size_t wanted = round_up(bytes, kChunk);
+        // Pages come zeroed, and take memory when they are first written.
+        void* memory = mmap(nullptr, wanted + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (memory == MAP_FAILED) throw std::bad_alloc();
+        auto* start = reinterpret_cast<unsigned char*>(round_up(reinterpret_cast<size_t>(memory), kHugePage));
+#ifdef MADV_HUGEPAGE
+        madvise(start, wanted, MADV_HUGEPAGE);
+#endif
+        chunk = {start, [memory, wanted](unsigned char*) { munmap(memory, wanted + kHugePage); }};
+        latest = chunk;
+        size = wanted;
+        used = 0;
+    }
+    used += bytes;
+    return {chunk, chunk.get() + used - bytes};
+}
+
+#endif
 
 // The groups of panel p are at groups(p)[g].
 template <class Group>
@@ -54,17 +99,10 @@ uint16_t float_to_half(float x) {
 }
 
 Weight::Weight(Kind kind, int64_t n, int64_t k) : kind(kind), n(n), k(k) {
-    bytes_ = static_cast<size_t>(panels() * panel_bytes());
-    // Pages come zeroed, so the columns that fill up the last panel are zeros.
-    void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-    if (bytes_ >= kHugePage) madvise(memory, bytes_, MADV_HUGEPAGE);
-#endif
-    data = static_cast<unsigned char*>(memory);
+    // Zeros, for the columns that fill up the last panel.
+    memory_ = zeroed(static_cast<size_t>(panels() * panel_bytes()));
+    data = memory_.get();
 }
-
-Weight::~Weight() { munmap(data, bytes_); }
 
 int64_t Weight::panel_bytes() const {
     switch (kind) {

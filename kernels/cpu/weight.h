@@ -40,7 +40,6 @@ struct Weight {
     unsigned char* data = nullptr;
 
     Weight(Kind kind, int64_t n, int64_t k);
-    ~Weight();
     Weight(const Weight&) = delete;
     Weight& operator=(const Weight&) = delete;
 
@@ -57,7 +56,7 @@ struct Weight {
     void read_row(int64_t index, float* out) const;
 
   private:
-    size_t bytes_ = 0;
+    std::shared_ptr<unsigned char> memory_;
 };
 
 uint16_t float_to_half(float x);

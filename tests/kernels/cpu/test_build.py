@@ -43,7 +43,7 @@ SANDY_BRIDGE = "fpu sse2 sse4_1 sse4_2 popcnt avx"
 @pytest.mark.parametrize(
     ("flags", "isa"),
     [
-        (ZEN_4, "avx512_bf16"),
+        (ZEN_4, "avx512"),
         (CASCADE_LAKE, "avx512"),
         (SKYLAKE_X, "avx2"),
         (ALDER_LAKE, "avx2"),
@@ -81,13 +81,13 @@ def test_an_unknown_or_unsupported_instruction_set_is_refused(
     set_features(SKYLAKE_X)
     with pytest.raises(BuildError, match=r"^isa: this CPU cannot run avx512, it lacks avx512_vnni\. It can run avx2"):
         build("avx512", sources=sources)
-    with pytest.raises(BuildError, match=r"^isa: 'sse2' is not one of avx512_bf16, avx512, avx2, portable$"):
+    with pytest.raises(BuildError, match=r"^isa: 'sse2' is not one of avx512, avx2, portable$"):
         build("sse2", sources=sources)
     monkeypatch.setenv("TOKENMILL_CPU_ISA", "AVX2")
     with pytest.raises(BuildError, match=r"^TOKENMILL_CPU_ISA: 'AVX2' is not one of"):
         detect_isa()
-    monkeypatch.setenv("TOKENMILL_CPU_ISA", "avx512_bf16")
-    with pytest.raises(BuildError, match=r"^TOKENMILL_CPU_ISA: this CPU cannot run avx512_bf16, it lacks avx512_bf16"):
+    monkeypatch.setenv("TOKENMILL_CPU_ISA", "avx512")
+    with pytest.raises(BuildError, match=r"^TOKENMILL_CPU_ISA: this CPU cannot run avx512, it lacks avx512_vnni"):
         build(sources=sources)
 
 
@@ -96,7 +96,6 @@ def test_flags_name_the_instruction_set_and_keep_arithmetic_strict(
 ) -> None:
     set_features(ZEN_4)
     defines = {
-        "avx512_bf16": {"-DTOKENMILL_ISA_AVX512=1", "-DTOKENMILL_ISA_AVX512_BF16=1"},
         "avx512": {"-DTOKENMILL_ISA_AVX512=1"},
         "avx2": {"-DTOKENMILL_ISA_AVX2=1"},
         "portable": {"-DTOKENMILL_ISA_PORTABLE=1"},
@@ -108,7 +107,7 @@ def test_flags_name_the_instruction_set_and_keep_arithmetic_strict(
             assert {word for word in call if word.startswith("-D")} == expected
             assert "-ffp-contract=off" in call
             assert not {"-ffast-math", "-Ofast", "-march=native", "-mtune=native"} & set(call)
-            assert ("-mavx512bf16" in call) == (isa == "avx512_bf16")
+            assert ("-mavx512f" in call) == (isa == "avx512")
             assert any(word.startswith("-mavx") for word in call) == (isa != "portable")
 
 
@@ -416,8 +415,7 @@ def test_sanitizers_stop_a_program_that_reads_past_an_array(cache: Path, sources
 @pytest.mark.parametrize(
     "isa",
     [
-        "avx512_bf16",
-        pytest.param("avx512", marks=pytest.mark.slow),
+        "avx512",
         "avx2",
         pytest.param("portable", marks=pytest.mark.slow),
     ],

@@ -1,0 +1,229 @@
+"""Rotation, KV writes and paged attention of the native backend against the oracle, and their bits however it is batched.
+
+The oracle's keys and values are rounded as the pool's are, which leaves float32 rounding only.
+"""
+
+import ctypes
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from gpu_workers.backends.native_cpu import NativeCpuBackend, Value
+from gpu_workers.backends.native_kv import NativeKV
+from gpu_workers.batch import ForwardBatch
+from kernels import reference
+
+from .recorded import Op, Prepare, Recorded
+
+EXAMPLES = settings(max_examples=settings.default.max_examples // 4, deadline=None)
+LAYERS, LAYER = 2, 1
+# Around tiles of 64 positions and splits of 512, and of as many as blocks of 24 make of these: 48 and 504.
+CONTEXTS = [1, 2, 7, 8, 9, 47, 48, 49, 63, 64, 65, 127, 128, 129, 200, 503, 504, 505, 511, 512, 513, 576, 1023, 1030, 1200]
+
+
+@pytest.fixture(autouse=True)
+def compiled(library: ctypes.CDLL) -> Iterator[None]:
+    """Skips where there are no native kernels; leaves torch's number of threads as it was."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    contexts: tuple[int, ...]
+    kv_heads: int
+    group: int
+    head_dim: int
+    block_size: int
+    bfloat16: bool
+    seed: int
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shapes:
+    group = draw(st.sampled_from([1, 2, 3, 8]))
+    return Shapes(
+        contexts=tuple(draw(st.lists(st.sampled_from(CONTEXTS), min_size=1, max_size=4))),
+        kv_heads=draw(st.integers(1, 1 if group == 8 else 3)),
+        group=group,
+        head_dim=draw(st.sampled_from([10, 20, 64, 80, 128])),
+        block_size=draw(st.sampled_from([1, 8, 16, 24, 128])),
+        bfloat16=draw(st.booleans()),
+        seed=draw(st.integers(0, 1 << 30)),
+    )
+
+
+def attention(heads: int) -> Prepare:
+    def prepare(backend: NativeCpuBackend) -> Op:
+        def op(x: Value, batch: ForwardBatch, kv: NativeKV) -> Value:
+            return backend.attention(backend.rope_and_write(x, heads, kv, LAYER, batch), kv, LAYER, batch)
+
+        return op
+
+    return prepare
+
+
+def rope(heads: int) -> Prepare:
+    return lambda backend: lambda x, batch, kv: backend.rope_and_write(x, heads, kv, LAYER, batch)
+
+
+class Sequences:
+    """Query, key and value rows of some sequences, and blocks for them scattered over a pool."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
+        generator, shuffle = torch.Generator().manual_seed(shapes.seed), random.Random(shapes.seed)
+        total, size = sum(shapes.contexts), shapes.block_size
+        width = (shapes.heads + 2 * shapes.kv_heads) * shapes.head_dim
+        # bfloat16 numbers, which an embedding holds exactly; scores up to about 10
+        self.qkv = (1.5 * torch.randn(total, width, generator=generator)).bfloat16().float()
+        self.starts = [sum(shapes.contexts[:index]) for index in range(len(shapes.contexts))]
+        counts = [-(-context // size) for context in shapes.contexts]
+        self.num_blocks = sum(counts) + 2
+        free = list(range(self.num_blocks))
+        shuffle.shuffle(free)
+        self.tables = torch.full((len(counts), max(counts) + 1), 1 << 30, dtype=torch.int32)
+        for table, count in zip(self.tables, counts, strict=True):
+            table[:count] = torch.tensor([free.pop() for _ in range(count)])
+        frequencies, scale = reference.rope_frequencies(shapes.head_dim, 1e4)
+        self.cos, self.sin = reference.rope_tables(frequencies, scale, max(shapes.contexts))
+
+    def recorded(self, threads: int = 1, prepare: Prepare | None = None) -> Recorded:
+        shapes = self.shapes
+
+        def with_tables(backend: NativeCpuBackend) -> Op:
+            backend.load_rope(self.cos, self.sin)
+            return (prepare or attention(shapes.heads))(backend)
+
+        dtype = torch.bfloat16 if shapes.bfloat16 else torch.float32
+        pool = (LAYERS, self.num_blocks, shapes.block_size, shapes.kv_heads, shapes.head_dim)
+        recorded = Recorded(self.qkv, with_tables, shapes.heads * shapes.head_dim, threads, dtype, pool)
+        assert recorded.kv.pool.ctypes.data % 64 == 0
+        recorded.kv.pool[:] = 255  # all bits set is NaN: reading a place that was never written shows
+        return recorded
+
+    def batch(self, parts: list[tuple[int, int, int]]) -> ForwardBatch:
+        """Positions begin..end of parts (sequence, begin, end)."""
+        size = self.shapes.block_size
+        positions = torch.cat([torch.arange(begin, end) for _, begin, end in parts])
+        owners = torch.cat([torch.full((end - begin,), sequence) for sequence, begin, end in parts])
+        starts = [0]
+        for _, begin, end in parts:
+            starts.append(starts[-1] + end - begin)
+        return ForwardBatch(
+            token_ids=torch.tensor(self.starts)[owners] + positions,
+            positions=positions,
+            slots=self.tables[owners, positions // size].long() * size + positions % size,
+            query_starts=starts,
+            context_lens=[end for _, _, end in parts],
+            block_tables=self.tables[[sequence for sequence, _, _ in parts]],
+            logits_rows=torch.arange(len(positions)),
+        )
+
+    def rotated(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k [total, heads, D] rotated in float32, and v."""
+        shapes = self.shapes
+        positions = torch.cat([torch.arange(context) for context in shapes.contexts])
+        heads = self.qkv.unflatten(-1, (-1, shapes.head_dim))
+        q, k, v = heads.split([shapes.heads, shapes.kv_heads, shapes.kv_heads], dim=1)
+        q, k = (reference.apply_rope(part, self.cos[positions], self.sin[positions]) for part in (q, k))
+        return q, k, v
+
+    def expected(self, parts: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The oracle's results in float64, and the largest value of each sequence's V for each row."""
+        q, k, v = self.rotated()
+        if self.shapes.bfloat16:
+            k, v = k.bfloat16(), v.bfloat16()
+        whole = self.batch([(sequence, 0, context) for sequence, context in enumerate(self.shapes.contexts)])
+        pools = [torch.zeros(self.num_blocks * self.shapes.block_size, *k.shape[1:]).double() for _ in range(2)]
+        for pool, values in zip(pools, (k, v), strict=True):
+            pool[whole.slots] = values.double()
+        batch = self.batch(parts)
+        result = reference.paged_attention(
+            q[batch.token_ids].double(),
+            *pools,
+            batch.block_tables,
+            self.shapes.block_size,
+            batch.query_starts,
+            batch.context_lens,
+        )
+        return result.flatten(1), v.double().abs().amax()
+
+
+def some_queries(contexts: tuple[int, ...], shuffle: random.Random) -> list[tuple[int, int, int]]:
+    """The last few positions of each sequence, one or a chunk, in any order."""
+    parts = []
+    for sequence, context in enumerate(contexts):
+        count = min(shuffle.choice((1, 1, 2, 15, 16, 17, 40, 70)), context)
+        parts.append((sequence, context - count, context))
+    shuffle.shuffle(parts)
+    return parts
+
+
+@EXAMPLES
+@given(shapes=shapes(), threads=st.integers(1, 3))
+@example(shapes=Shapes((1200, 513, 64), 1, 8, 128, 128, True, 0), threads=2)
+@example(shapes=Shapes((1023, 505, 1), 3, 3, 64, 24, False, 1), threads=3)
+def test_attention_over_pages(shapes: Shapes, threads: int) -> None:
+    """Chunks and single tokens of several sequences, over keys that an earlier step has written."""
+    sequences, shuffle = Sequences(shapes), random.Random(shapes.seed)
+    recorded = sequences.recorded(threads)
+    parts = some_queries(shapes.contexts, shuffle)
+    before = [(sequence, 0, begin) for sequence, begin, _ in parts if begin]
+    if before:
+        recorded.run(sequences.batch(before))
+    actual = recorded.run(sequences.batch(parts)).double()
+    expected, largest = sequences.expected(parts)
+    # Scores of some tens are rounded to some 1e-6, and weights with them.
+    assert (actual - expected).abs().max() <= 1e-5 * largest
+    assert (recorded.kv.pool[1 - LAYER] == 255).all(), "another layer was written to"
+    unused = sorted(set(range(sequences.num_blocks)) - set(sequences.tables.flatten().tolist()))
+    assert len(unused) == 2
+    assert (recorded.kv.pool[LAYER, unused] == 255).all(), "blocks of nobody were written to"
+
+
+@EXAMPLES
+@given(shapes=shapes())
+def test_queries_are_rotated_and_scaled_by_their_positions(shapes: Shapes) -> None:
+    sequences = Sequences(shapes)
+    parts = [(sequence, context // 2, context) for sequence, context in enumerate(shapes.contexts)]
+    batch = sequences.batch(parts)
+    actual = sequences.recorded(prepare=rope(shapes.heads)).run(batch).double()
+    q, _, _ = sequences.rotated()
+    expected = q[batch.token_ids].double().flatten(1) / math.sqrt(shapes.head_dim)
+    torch.testing.assert_close(actual, expected, rtol=4e-7, atol=0)
+
+
+@EXAMPLES
+@given(shapes=shapes(), data=st.data())
+def test_attention_has_the_same_bits_in_any_chunks_company_and_threads(shapes: Shapes, data: st.DataObject) -> None:
+    sequences = Sequences(shapes)
+    shuffle = random.Random(data.draw(st.integers(0, 1 << 30), label="chunks"))
+    whole = [(sequence, 0, context) for sequence, context in enumerate(shapes.contexts)]
+    alone = sequences.recorded()
+    expected = torch.cat([alone.run(sequences.batch([part])) for part in whole])
+    for threads in (1, 2, 3):
+        recorded = sequences.recorded(threads)
+        done = [max(0, context - shuffle.choice((40, 120, 1300))) for context in shapes.contexts]
+        begun = [(sequence, 0, end) for sequence, end in enumerate(done) if end]
+        if begun:
+            recorded.run(sequences.batch(begun))
+        while waiting := [i for i, context in enumerate(shapes.contexts) if done[i] < context]:
+            parts = []
+            for sequence in shuffle.sample(waiting, shuffle.randint(1, len(waiting))):
+                end = min(done[sequence] + shuffle.choice((1, 2, 16, 17, 50, 300)), shapes.contexts[sequence])
+                parts.append((sequence, done[sequence], end))
+                done[sequence] = end
+            batch = sequences.batch(parts)
+            assert torch.equal(recorded.run(batch), expected[batch.token_ids]), (threads, parts)
