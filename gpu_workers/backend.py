@@ -31,13 +31,10 @@ class Backend(ABC):
     takes_quantized = False  # whether the `load_` methods accept QuantizedWeight
 
     @abstractmethod
-    def load_linear(
-        self, weight: LoadedWeight, bias: torch.Tensor | None, partial: bool = False, precise: bool = False
-    ) -> Weight:
+    def load_linear(self, weight: LoadedWeight, bias: torch.Tensor | None, partial: bool = False) -> Weight:
         """Prepare a [N, K] weight and an optional [N] bias for `linear`; called once a weight.
 
-        `partial`: its products are summed over ranks, so they stay float32 until then. `precise`: a backend that
-        quantizes activations spares no bits of this weight's.
+        `partial`: its products are summed over ranks, so they stay float32 until then.
         """
 
     @abstractmethod
@@ -76,7 +73,7 @@ class Backend(ABC):
         """The way back, as `copy_blocks_out`; `pairs` [N, 2] int64: host block id, block id."""
 
     def compile(self, forward: Callable[[ForwardBatch, Any], Array]) -> Callable[[ForwardBatch, Any], torch.Tensor]:
-        """`forward(batch, kv)` as something that runs: [S, vocabulary] float32 logits."""
+        """`forward(batch, kv)` as something that runs: [S, vocabulary] float32 logits, good until the next run."""
         return forward
 
     @abstractmethod

@@ -55,7 +55,14 @@ class Idle(Struct, tag=True, frozen=True):
     """After `Drain`: no request is left here."""
 
 
-Status = Progress | Ready | StartFailed | Idle
+class Unresponsive(Struct, tag=True, frozen=True):
+    """From the scheduler: the ranks of this incarnation hang, as `problem` shows, and have to be replaced."""
+
+    incarnation: int
+    problem: str
+
+
+Status = Progress | Ready | StartFailed | Idle | Unresponsive
 
 
 class StartError(Exception):

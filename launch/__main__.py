@@ -65,7 +65,11 @@ def main() -> int:
         num_host_blocks=plan.num_host_blocks,
     )
     with listener or contextlib.nullcontext():
-        return Supervisor(engine, listener, display).run()
+        try:
+            return Supervisor(engine, listener, display).run()
+        except StartError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
 
 
 if __name__ == "__main__":

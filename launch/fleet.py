@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from config.schema import ChildSpec, Config, ModelArch
+from ipc.control import StartError
 from launch.listen import free_loopback_port
 from launch.process import Process
 from launch.run_dir import RunDirectory
@@ -67,7 +68,7 @@ class Fleet:
         return [process for process in self._processes.values() if process.role == role]
 
     async def start_all(self) -> None:
-        """Fill every place."""
+        """Fill every place. StartError when the machine does not let it."""
         config = self._engine.config
         counts: dict[Role, int] = {
             "worker": config.worker.tp,
@@ -78,7 +79,7 @@ class Fleet:
         await self._fill((role, index) for role, count in counts.items() for index in range(count))
 
     async def replace(self, ended: Iterable[Process]) -> list[Process]:
-        """Successors of processes that have ended."""
+        """Successors of processes that have ended. StartError as in `start_all`."""
         return await self._fill((process.role, process.index) for process in ended)
 
     async def _fill(self, places: Iterable[Place]) -> list[Process]:
@@ -89,8 +90,12 @@ class Fleet:
         for role, index in places:
             spec = self._specification(role, index, incarnation, rendezvous_port)
             process = Process(spec, self._on_change)
-            file = self._directory.write_private(f"{role}-{index}.json", msgspec.json.encode(spec))
-            await process.spawn(self._modules[role], file)
+            try:
+                file = self._directory.write_private(f"{role}-{index}.json", msgspec.json.encode(spec))
+                await process.spawn(self._modules[role], file)
+            except OSError as error:
+                problem = f"{error.strerror or error} (the directory of this run is {self._directory.path})"
+                raise StartError(f"{process.name} cannot be started: {problem}") from None
             self._processes[role, index] = process
             started.append(process)
         return started

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from config.schema import ChildSpec
-from ipc.control import Idle, Order, Progress, Ready, StartFailed, Status
+from ipc.control import Idle, Order, Progress, Ready, StartFailed, Status, Unresponsive
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -22,12 +22,15 @@ class Process:
     def __init__(self, spec: ChildSpec, on_change: Callable[["Process"], None]) -> None:
         self.role = spec.role
         self.index = spec.index
+        self.incarnation = spec.incarnation
         self.name = f"{spec.role} {spec.index}"
         self.stage = "starting"
         self.fraction: float | None = None
         self.ready = False
         self.idle = False
         self.start_failure: str | None = None
+        self.unresponsive: Unresponsive | None = None  # the latest that it has said of others
+        self.hang: str | None = None  # why it had to be killed
         self.told_to_end = False
         self.exit_status: int | None = None  # negative: the number of the signal that killed it
         self._spec = spec
@@ -87,6 +90,8 @@ class Process:
         """How it ended, in words."""
         if self.start_failure is not None:
             return f"{self.name} could not start: {self.start_failure}"
+        if self.hang is not None:
+            return f"{self.name} was killed because it hangs: {self.hang}"
         status = self.exit_status
         if status is not None and status < 0:
             how = f"was killed by signal {-status} ({signal.Signals(-status).name})"
@@ -137,4 +142,6 @@ class Process:
                 self.send_signal(signal.SIGKILL)
             case Idle():
                 self.idle = True
+            case Unresponsive():
+                self.unresponsive = status
         self._on_change(self)

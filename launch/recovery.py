@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Container
 
 from config.schema import SupervisorConfig
+from ipc.control import StartError, Unresponsive
 from launch.fleet import Fleet
 from launch.process import Process
 from launch.progress import StartDisplay
@@ -61,6 +62,18 @@ class Recovery:
         """Note a process that ended without having been told to."""
         self._dead.append(process)
 
+    def hangs(self, report: Unresponsive) -> bool:
+        """Take the rank that answers for all as dead, if it is still the one that was meant; whether it is.
+
+        Not only once it has ended: one that waits for its device inside the kernel cannot even be killed.
+        """
+        for process in self._fleet.of("worker"):
+            if process.index == 0 and process.incarnation == report.incarnation and not process.told_to_end:
+                process.hang = report.problem
+                self.died(process)
+                return True
+        return False
+
     def forget(self, processes: Container[Process]) -> None:
         """These are not needed any more: do not wait for them, nor replace them."""
         for outage in self._outages:
@@ -82,7 +95,10 @@ class Recovery:
                 late = ", ".join(f"{p.name} is at '{p.stage}'" for p in outage.processes if not p.ready)
                 return f"{outage.cause} and was not back within --{outage.limit_flag} {outage.limit:g} seconds: {late}"
             elif not outage.spawned and not any(process.alive for process in outage.processes):
-                outage.processes = await self._fleet.replace(outage.processes)
+                try:
+                    outage.processes = await self._fleet.replace(outage.processes)
+                except StartError as error:
+                    return f"{outage.cause}; {error}"
                 outage.spawned = True
         return None
 

@@ -27,8 +27,12 @@ class RunDirectory:
         parents.append(Path(tempfile.gettempdir()))
         self.path = self._create(parents, tokenizers)
         self.endpoints = _endpoints(self.path, tokenizers)
-        self._lock: IO[bytes] | None = (self.path / _LOCK).open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            self._lock: IO[bytes] | None = (self.path / _LOCK).open("wb")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as error:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise StartError(f"{self.path / _LOCK}: {error.strerror}") from None
 
     @staticmethod
     def _create(parents: list[Path], tokenizers: int) -> Path:

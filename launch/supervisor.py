@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import get_args
 
-from ipc.control import Drain, Fail
+from ipc.control import Drain, Fail, StartError
 from launch.fleet import ROLE_MODULES, Engine, Fleet, Role
 from launch.listen import address_of, reachable
 from launch.process import Process
@@ -44,6 +44,7 @@ class Supervisor:
         display: StartDisplay,
         modules: Mapping[str, str] = ROLE_MODULES,
     ) -> None:
+        """StartError when there is no place for the run's directory."""
         self._engine = engine
         self._settings = engine.config.supervisor
         self._listener = listener
@@ -88,6 +89,8 @@ class Supervisor:
             self._recovery.died(process)
         elif process.alive:
             self._display.stage(process.name, process.stage, process.fraction)
+            if process.unresponsive is not None and self._recovery.hangs(process.unresponsive):
+                self._died = True
         self._changed.set()
 
     async def _until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
@@ -118,7 +121,11 @@ class Supervisor:
 
     async def _start(self) -> bool:
         """True when all are ready; else `_failure` says why, or a signal came."""
-        await self._fleet.start_all()
+        try:
+            await self._fleet.start_all()
+        except StartError as error:
+            self._failure = str(error)
+            return False
         timeout = self._settings.ready_timeout
         finished = await self._until(lambda: self._signals > 0 or all(p.ready for p in self._fleet.processes), timeout)
         if not finished and self._failure is None:

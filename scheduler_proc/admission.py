@@ -5,6 +5,30 @@ import math
 from scheduler_proc.cost_model import MIN_PREFILL, CostModel, StepShape
 
 _RATE = 1 / 32  # of the running means over finished requests
+_MAX_RETRY_AFTER = 60  # seconds; what is predicted to take longer is not that well known
+
+
+class Outages:
+    """When ranks that are missing will be back: after as long as the last time, which may have been their start."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._last = 0.0  # seconds
+
+    def begin(self, now: float) -> None:
+        """The ranks are missing, from now on or already."""
+        if self._began is None:
+            self._began = now
+
+    def end(self, now: float) -> None:
+        """All ranks are there."""
+        if self._began is not None:
+            self._last = now - self._began
+            self._began = None
+
+    def left(self, now: float) -> float:
+        """Seconds until the ranks are there; 0 also when it takes longer than the last time, or is the first time."""
+        return 0.0 if self._began is None else max(0.0, self._began + self._last - now)
 
 
 class TtftPredictor:
@@ -35,13 +59,15 @@ class TtftPredictor:
         running: int,
         free_rows: int,
         decode_context: int,
+        delay: float = 0.0,
     ) -> float:
         """Seconds until the first token; 0 until the cost model is ready: nobody is refused on ignorance.
 
         own_tokens: prompt tokens that are not cached. tokens_ahead: the same of all waiting requests that would go
         first, and what running prefills still miss. requests_ahead: the number of those waiting requests. running:
         requests that run. free_rows: requests that could start now (negative when more run than should).
-        decode_context: tokens of context of the running ones together.
+        decode_context: tokens of context of the running ones together. delay: seconds before anything can start, since
+        the ranks are missing or a batch is to fill.
 
         The request starts when the tokens ahead are computed and a row is free for it, whichever is later, since rows
         fall free while prompts are computed; then its own tokens are computed. More ahead never predicts earlier.
@@ -51,7 +77,7 @@ class TtftPredictor:
         decodes = StepShape(decode_rows=running, context_tokens=decode_context)
         chunk = self._chunk(decodes, own_tokens)
         row = self._seconds_to_row(requests_ahead - free_rows + 1, running + max(0, free_rows), decodes)
-        return max(
+        return delay + max(
             self._seconds(tokens_ahead + own_tokens, own_tokens, chunk, decodes),
             row + self._seconds(own_tokens, own_tokens, chunk, decodes),
         )
@@ -82,5 +108,5 @@ class TtftPredictor:
 
 
 def retry_after(predicted: float, target: float) -> int:
-    """Whole seconds, at least 1, after which the queue will have drained enough to meet the target. Both in seconds."""
-    return max(1, math.ceil(predicted - target))
+    """Whole seconds, 1 to 60, after which the queue will have drained enough to meet the target. Both in seconds."""
+    return min(_MAX_RETRY_AFTER, max(1, math.ceil(predicted - target)))

@@ -29,10 +29,14 @@ class BatchGate:
         """
         if running:
             return (waiting if self._continuous else self._places), None
-        if waiting >= self.min_batch or now >= oldest + self._wait:
+        if self.delay(now, waiting, oldest) <= 0:
             self._places = min(waiting, self._max_seqs)
             return self._places, None
         return 0, oldest + self._wait
+
+    def delay(self, now: float, waiting: int, oldest: float) -> float:
+        """Seconds that an idle engine still waits for its batch to fill; `inf`: until it is full, however long."""
+        return 0.0 if waiting >= self.min_batch else max(0.0, oldest + self._wait - now)
 
     def joined(self) -> None:
         """A request was admitted; the rest of its batch have still their places."""

@@ -4,7 +4,7 @@ from array import array
 
 from config.schema import SchedulerConfig
 from ipc.messages import Failed, Submit
-from scheduler_proc.admission import TtftPredictor, retry_after
+from scheduler_proc.admission import Outages, TtftPredictor, retry_after
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.planner import Planner
 from scheduler_proc.request import Request
@@ -19,6 +19,7 @@ class Checks:
         kv: KVManager,
         planner: Planner,
         predictor: TtftPredictor,
+        outages: Outages,
         max_model_len: int,
         vocab_size: int,
     ) -> None:
@@ -26,6 +27,7 @@ class Checks:
         self._kv = kv
         self._planner = planner
         self._predictor = predictor
+        self._outages = outages
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._ttft_target = None if config.ttft_target_ms is None else config.ttft_target_ms / 1e3
@@ -75,12 +77,31 @@ class Checks:
         if waiting >= self._config.max_queue_requests:
             limit = self._config.max_queue_requests
             message = f"{waiting} requests wait already, --max-queue-requests is {limit}; try again later"
-            return _busy(submit, message, "queue_full", 1.0)
+            return _busy(submit, message, "queue_full", self._drained(request.arrival))
         if waiting and self.queued_tokens + request.num_prompt > self._config.max_queue_tokens:
             limit = self._config.max_queue_tokens
             message = f"{self.queued_tokens} prompt tokens wait already, --max-queue-tokens is {limit}; try again later"
-            return _busy(submit, message, "queue_full", 1.0)
+            return _busy(submit, message, "queue_full", self._drained(request.arrival))
         return None
+
+    def _drained(self, now: float) -> int:
+        """Seconds until all that waits now has started; of its prompts as if nothing were cached, and all of a size."""
+        waiting = len(self._planner.policy)
+        typical = self.queued_tokens // waiting
+        return retry_after(self._predict(typical, self.queued_tokens - typical, waiting - 1, waiting, now), 0.0)
+
+    def _predict(self, own_tokens: int, tokens_ahead: int, requests_ahead: int, fitting: int, now: float) -> float:
+        """`TtftPredictor.predict` with what is known of the running requests; `fitting`: see `_fitting`."""
+        planner = self._planner
+        return self._predictor.predict(
+            own_tokens=own_tokens,
+            tokens_ahead=tokens_ahead + planner.missing_tokens,
+            requests_ahead=requests_ahead,
+            running=planner.num_running,
+            free_rows=min(planner.free_rows, fitting),
+            decode_context=planner.decode_context,
+            delay=max(self._outages.left(now), planner.start_delay(now)),
+        )
 
     def _late(self, request: Request, submit: Submit) -> Failed | None:
         """A request that would miss its TTFT target is better told so now than after it has waited."""
@@ -88,16 +109,10 @@ class Checks:
             request.ttft_target = self._ttft_target
         if request.ttft_target is None:
             return None
-        planner = self._planner
-        ahead = planner.policy.ahead_of(request)
-        predicted = self._predictor.predict(
-            own_tokens=request.uncached,
-            tokens_ahead=sum(other.uncached for other in ahead) + planner.missing_tokens,
-            requests_ahead=len(ahead),
-            running=planner.num_running,
-            free_rows=min(planner.free_rows, self._fitting([*ahead, request])),
-            decode_context=sum(other.num_planned for other in planner.decoding),
-        )
+        ahead = self._planner.policy.ahead_of(request)
+        tokens_ahead = sum(other.uncached for other in ahead)
+        fitting = self._fitting([*ahead, request])
+        predicted = self._predict(request.uncached, tokens_ahead, len(ahead), fitting, request.arrival)
         if predicted <= request.ttft_target:
             return None
         self.refused_deadline += 1

@@ -24,7 +24,7 @@ from ipc.messages import (
     StepResult,
     Submit,
 )
-from scheduler_proc.admission import TtftPredictor
+from scheduler_proc.admission import Outages, TtftPredictor
 from scheduler_proc.batching import BatchGate, Batching
 from scheduler_proc.checks import Checks
 from scheduler_proc.cost_model import CostModel, StepShape
@@ -36,6 +36,7 @@ from scheduler_proc.events import (
     EngineLost,
     EngineReady,
     Event,
+    GiveUpRanks,
     PeerLost,
     SendOutputs,
     SendPlan,
@@ -47,6 +48,7 @@ from scheduler_proc.events import (
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.planner import Planner, Step
 from scheduler_proc.request import Request
+from scheduler_proc.watchdog import Watchdog
 
 MAX_LOSSES = 3  # of ranks that a request survives without getting a token in between
 MAX_STEPS_IN_FLIGHT = 2  # the device runs one while the next already waits for it
@@ -94,7 +96,9 @@ class SchedulerCore:
         num_host_blocks: int = 0,
         batching: Batching = "continuous",
         cost_model: CostModel | None = None,
+        hang_timeout: float = math.inf,
     ) -> None:
+        """`hang_timeout`: see `Watchdog`."""
         assert config.max_step_tokens is not None
         self._vocab_size = vocab_size
         self.kv = KVManager(config, num_blocks, num_host_blocks)
@@ -103,7 +107,9 @@ class SchedulerCore:
         self.planner = Planner(config, self.kv, self.cost_model, self.gate)
         max_itl = None if config.max_itl_ms is None else config.max_itl_ms / 1e3
         self.predictor = TtftPredictor(self.cost_model, config.max_step_tokens, max_itl)
-        self.checks = Checks(config, self.kv, self.planner, self.predictor, max_model_len, vocab_size)
+        self._outages = Outages()
+        self.checks = Checks(config, self.kv, self.planner, self.predictor, self._outages, max_model_len, vocab_size)
+        self.watchdog = Watchdog(self.cost_model, hang_timeout)
         self.requests: dict[tuple[bytes, int], Request] = {}
         self.counters = Counters()
         self.engine_ready = False
@@ -135,26 +141,35 @@ class SchedulerCore:
             case PeerLost(_, peer):
                 for request in [request for request in self.requests.values() if request.peer == peer]:
                     self._abort(request)
-            case EngineReady():
+            case EngineReady(time):
                 self.engine_ready = self._failed is None
-            case EngineLost():
+                self._outages.end(time)
+            case EngineLost(time):
+                self._outages.begin(time)
                 self._lose_engine(outboxes)
             case EngineFailed(_, reason):
                 self._fail_all(reason, outboxes)
-            case Tick():
-                pass
+            case Tick(time):
+                if not self.engine_ready:  # nor has it been, since nothing else asks for a tick then
+                    self._outages.begin(time)
         commands: list[Command] = [
             SendOutputs(peer, StepOutputs(tuple(box.rows), pack_int64s(box.plain_ids), pack_ints(box.plain_tokens)))
             for peer, box in outboxes.items()
         ]
+        self.kv.pins.expire(event.time)
         self.wake_at = None
         while len(self._in_flight) < MAX_STEPS_IN_FLIGHT and self.engine_ready:
             plan = self._plan(event.time)
             if plan is None:
                 break
             commands.append(SendPlan(plan))
-        if self.wake_at is not None and math.isfinite(self.wake_at):
-            commands.append(WakeAt(self.wake_at))
+        oldest = self._in_flight[0] if self._in_flight else None
+        if (seconds := self.watchdog.look(oldest, event.time)) is not None and oldest is not None:
+            commands.append(GiveUpRanks(oldest.number, seconds))
+        batch_at = math.inf if self.wake_at is None else self.wake_at
+        wake_at = min(batch_at, self.watchdog.deadline, self.kv.pins.next_expiry)
+        if math.isfinite(wake_at):
+            commands.append(WakeAt(wake_at))
         return commands
 
     # --- requests ---
@@ -210,6 +225,8 @@ class SchedulerCore:
         self._freed_rows.clear()
         running = self.planner.reset(self._next_step)
         self.counters.recoveries += 1
+        for request in self.requests.values():
+            request.uncached = len(request.tokens)
         for request in running:
             request.losses = 1 if len(request.tokens) > request.tokens_at_loss else request.losses + 1
             request.tokens_at_loss = len(request.tokens)

@@ -26,12 +26,11 @@ class Aborted(Struct, frozen=True, gc=False, tag=True, array_like=True):
 
 
 class Stopped(Struct, frozen=True, gc=False, tag=True, array_like=True):
-    """A stop string ended a request after `num_tokens` outputs."""
+    """A stop string has ended a request."""
 
     time: float
     peer: bytes
     request_id: int
-    num_tokens: int
 
 
 class PeerLost(Struct, frozen=True, gc=False, tag=True, array_like=True):
@@ -73,7 +72,7 @@ class EngineFailed(Struct, frozen=True, gc=False, tag=True, array_like=True):
 
 
 class Tick(Struct, frozen=True, gc=False, tag=True, array_like=True):
-    """Time has passed, as `WakeAt` asked."""
+    """Time has passed, as `WakeAt` asked; or the scheduler has started, and waits for the ranks."""
 
     time: float
 
@@ -100,4 +99,11 @@ class WakeAt(Struct, frozen=True, gc=False):
     time: float
 
 
-Command = SendPlan | SendOutputs | WakeAt
+class GiveUpRanks(Struct, frozen=True, gc=False):
+    """The ranks have not answered `step` within `seconds`, far longer than it can take: they hang."""
+
+    step: int
+    seconds: float
+
+
+Command = SendPlan | SendOutputs | WakeAt | GiveUpRanks

@@ -81,6 +81,10 @@ def _lock_violations(core: SchedulerCore) -> Iterator[str]:
             yield f"a node has {len(node.blocks)} blocks for {len(node.key)} bytes of ids"
         if node.on_host and (node.locks or any(not child.on_host for child in node.children.values())):
             yield "a node on the host is locked, or has a child on the device"
+    pinned = {id(node) for holder in kv.pins.nodes() for node in _path(holder)}
+    blocks = sum(len(node.blocks) for node in nodes if id(node) in pinned)
+    if kv.pins.num_blocks != blocks or any(bool(node.pins) != (id(node) in pinned) for node in nodes):
+        yield f"{kv.pins.num_blocks} blocks are counted as pinned, pins hold {blocks}"
     if kv.tree.num_locked_blocks != sum(len(node.blocks) for node in nodes if node.locks):
         yield f"{kv.tree.num_locked_blocks} blocks are counted as locked"
 

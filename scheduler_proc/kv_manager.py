@@ -63,12 +63,11 @@ class KVManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def begin_plan(self, number: int, now: float) -> None:
+    def begin_plan(self, number: int) -> None:
         """Plan `number` is being made; all before it have been sent."""
         self._plan = number
         self.pool.begin_plan(number)
         self.host.begin_plan(number)
-        self.pins.expire(now)
         if self.pool.num_free < self._stock:
             self._make_free(self._stock)
 
@@ -289,7 +288,7 @@ class KVManager:
     def pin(self, request: Request, now: float) -> None:
         """Keep the prompt of a request that has just been planned to its end, if it asked for that."""
         if request.pin_seconds > 0 and request.lock is not None:
-            self.pins.pin(request.lock, request.num_shared, now + request.pin_seconds)
+            self.pins.pin(request.lock, now + request.pin_seconds)
 
     # --- release ---
 

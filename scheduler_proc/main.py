@@ -15,7 +15,7 @@ import uvloop
 from config.schema import ChildSpec
 from ipc.channels import AsyncRouter, LinkError, StatsPublisher
 from ipc.codec import Decoder
-from ipc.control import Control, Drain, Order, StartError, end_on_error
+from ipc.control import Control, Drain, Order, StartError, Unresponsive, end_on_error
 from ipc.messages import (
     AbortRequests,
     FromWorker,
@@ -36,6 +36,7 @@ from scheduler_proc.events import (
     EngineLost,
     EngineReady,
     Event,
+    GiveUpRanks,
     PeerLost,
     SendOutputs,
     SendPlan,
@@ -67,6 +68,7 @@ class Scheduler:
             num_host_blocks=spec.num_host_blocks,
             max_model_len=max_model_len,
             vocab_size=spec.arch.vocab_size,
+            hang_timeout=spec.config.supervisor.hang_timeout,
         )
         self._recorder = self._start_recording(spec, max_model_len)
         to_scheduler: Decoder[ToScheduler] = Decoder(ToScheduler)
@@ -97,6 +99,7 @@ class Scheduler:
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
         self._control.stage("waiting for the ranks")
+        self._tick()
         while not self._ended.is_set():
             self._publish()
             if self._recorder is not None:
@@ -160,6 +163,10 @@ class Scheduler:
                 self._tokenizers.send(peer, outputs)
             case WakeAt(at):
                 self._set_timer(at)
+            case GiveUpRanks(step, seconds) if self._ranks.ready:
+                problem = f"no result of step {step} within {seconds:g} s"
+                self._control.report(Unresponsive(self._ranks.incarnation, problem))
+                self._worker_lost(self._ranks.names[0])
 
     def _set_timer(self, at: float | None) -> None:
         if self._timer is not None:
@@ -181,8 +188,8 @@ class Scheduler:
                 self._handle(Arrived(now, peer, message))
             case AbortRequests(request_ids):
                 self._handle(Aborted(now, peer, request_ids))
-            case StopAt(request_id, num_tokens):
-                self._handle(Stopped(now, peer, request_id, num_tokens))
+            case StopAt(request_id):
+                self._handle(Stopped(now, peer, request_id))
             case TokenizerHello():
                 self._greeted.add(peer)
                 if self._serving:

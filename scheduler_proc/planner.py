@@ -6,6 +6,7 @@ long ones within their share. What is not decided here: the order of waiting req
 what (`kv_manager`), how long a step takes (`cost_model`), when a batch may start (`batching`).
 """
 
+import math
 from bisect import insort
 
 from config.schema import SchedulerConfig
@@ -97,13 +98,28 @@ class Planner:
     @property
     def free_rows(self) -> int:
         """Requests that could start at this moment as far as rows and the ITL limit go."""
-        context = sum(request.num_planned for request in self.decoding) / max(1, len(self.decoding))
-        return max(0, min(len(self._free_rows), self._row_limit(context) - self.num_running))
+        return max(0, min(len(self._free_rows), self._row_limit() - self.num_running))
+
+    @property
+    def decode_context(self) -> int:
+        """Tokens of context of the decoding requests together."""
+        return sum(request.num_planned for request in self.decoding)
 
     @property
     def missing_tokens(self) -> int:
         """Prompt tokens of running requests that no step has been given yet."""
         return sum(request.num_known - request.num_planned for request in self.prefilling)
+
+    def start_delay(self, now: float) -> float:
+        """Seconds that a request that arrives now waits for a batch to fill, should nobody else come.
+
+        0 where time alone does not end that.
+        """
+        if self.num_running:
+            return 0.0
+        oldest = min((request.arrival for request in self.policy), default=now)
+        delay = self._gate.delay(now, len(self.policy) + 1, oldest)
+        return delay if math.isfinite(delay) else 0.0
 
     def add(self, request: Request) -> None:
         """A new request joins the queue."""
@@ -155,7 +171,7 @@ class Planner:
     def plan(self, number: int, now: float) -> Step:
         """Decide step `number` at time `now`; it may turn out empty."""
         step = Step(number)
-        self._kv.begin_plan(number, now)
+        self._kv.begin_plan(number)
         if self._config.prefer == "prefill":
             self._prefill(step, self._max_step_tokens, now)
             if not step.prefills:
@@ -297,11 +313,10 @@ class Planner:
             return
         oldest = min(request.arrival for request in self.policy) if not self.num_running else now
         places, step.wake_at = self._gate.places(now, len(self.policy), self.num_running, oldest)
-        context = step.decode_context / len(step.decodes) if step.decodes else 0.0
-        rows = min(len(self._free_rows), places, self._row_limit(context) - self.num_running)
+        rows = min(len(self._free_rows), places, self._row_limit() - self.num_running)
         while rows > 0 and left > 0:
             request = self._next(longs, now)
-            if request is None or not self._start(request, step, now):
+            if request is None or self._is_held_back(request) or not self._start(request, step, now):
                 break
             rows -= 1
             if request.is_long:
@@ -311,11 +326,15 @@ class Planner:
             else:
                 left -= self._give(request, left, step, now)
 
-    def _row_limit(self, context: float) -> int:
-        """Running requests, `context` tokens long, that can all get a token within the ITL limit; at least one."""
+    def _is_held_back(self, request: Request) -> bool:
+        """One suspect at a time, until it has got a token: else all would be lost again with the guilty one."""
+        return request.is_suspect and any(other.is_suspect for other in self.prefilling + self.decoding)
+
+    def _row_limit(self) -> int:
+        """Running requests, as long as those that decode, that all get a token within the ITL limit; at least one."""
         if self._max_itl is None or not self._cost.ready:
             return self._config.max_seqs
-        return max(1, self._cost.max_decode_rows(self._max_itl, context))
+        return max(1, self._cost.max_decode_rows(self._max_itl, self.decode_context / max(1, len(self.decoding))))
 
     def _next(self, longs: list[Request], now: float) -> Request | None:
         """The next in order; a long one only while few enough are being computed and hold blocks."""

@@ -30,6 +30,7 @@ class Node:
         "locks",
         "on_host",
         "parent",
+        "pins",
         "plan_after",
         "uses",
     )
@@ -42,6 +43,7 @@ class Node:
         self.children: dict[bytes, Node] = {}  # by their first block
         self.device_children = 0  # how many of the children are on the device
         self.locks = 0  # `lock` calls on this very node, plus its locked children
+        self.pins = 0  # likewise those of the locks that are pins; `pins` counts them
         self.last_used = now  # all times are the tree's counter of operations
         self.uses = 1
         self.created = now  # when its blocks came onto the device
@@ -217,6 +219,7 @@ class RadixTree:
         upper.on_host = node.on_host
         upper.device_children = 0 if node.on_host else 1
         upper.locks = 1 if node.locks else 0
+        upper.pins = 1 if node.pins else 0
         upper.last_used = node.last_used
         upper.uses = node.uses
         upper.plan_after = node.plan_after

@@ -13,6 +13,11 @@ class Ranks:
         self.ready = False
         self._reported: dict[bytes, int] = {}
 
+    @property
+    def incarnation(self) -> int:
+        """Of all ranks, while they are ready."""
+        return self._reported[self.names[0]]
+
     def reported(self, rank: bytes, incarnation: int) -> bool:
         """A rank can compute. True when it was the last one missing."""
         self._reported[rank] = incarnation

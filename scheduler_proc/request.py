@@ -83,7 +83,7 @@ class Request:
         self.loop_detector = LoopDetector(submit.stop_on_loop) if submit.stop_on_loop else None
         self.tokens = tokens  # prompt and known outputs
         self.num_prompt = len(tokens)
-        self.uncached = self.num_prompt  # tokens to compute, as it looked when it arrived
+        self.uncached = self.num_prompt  # tokens to compute, as it looked when it arrived, or when all KV was lost
         self.is_long = False  # set by the planner, whose setting it is
         self.arrival = arrival
         self.order = order  # serial number of its arrival: no two are equal
@@ -108,6 +108,11 @@ class Request:
         self.started = arrival  # and when
         self.key: tuple[float, int] = (0.0, order)  # place among the running ones: the last is preempted first
         self.state = State.WAITING
+
+    @property
+    def is_suspect(self) -> bool:
+        """The ranks have died with it more than once, and it has got no token since: it may be what kills them."""
+        return self.losses > 1 and len(self.tokens) == self.tokens_at_loss
 
     @property
     def num_outputs(self) -> int:

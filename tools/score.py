@@ -140,7 +140,8 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError, StartError) as error:
         print(f"tools.score: {error}", file=sys.stderr)
         return 2
-    tolerance = QUANTIZED_TOLERANCE if quantized and model.backend.takes_quantized else TOLERANCES[arguments.dtype]
+    integers = model.backend.takes_quantized and not {"int4", "int8"}.isdisjoint(model.arch.formats.layers)
+    tolerance = QUANTIZED_TOLERANCE if integers else TOLERANCES[arguments.dtype]
     score = Score()
     started = time.monotonic()
     for number, row in enumerate(rows, start=1):

@@ -1,8 +1,10 @@
 """The op set in compiled CPU kernels (`kernels.cpu`): a forward is recorded once and then run by one call a step.
 
 Activations and sums are float32 whatever the compute dtype, which is that of the KV cache and of float weights rounded
-to it. A quantized weight is multiplied as the integers it consists of, with activations quantized to 8 bits in groups
-of 32; where that rounding would show most, in attention's projections and the head, with 16 bits, as two terms of 8.
+to it. A quantized weight stays the integers it consists of. On CPUs with instructions for sums of int8 products (VNNI)
+activations meet it as integers too, quantized in groups of 32: to 8 bits inside the MLP, elsewhere to 16, as two terms
+of 8, since a few channels of what norms write are far larger than the others of their groups. Elsewhere (measured on
+AVX2) that costs as much time as it saves, so what the integers stand for is multiplied in float32.
 
 A row's operations never depend on the other rows, so its bits are the same alone and in any batch.
 """
@@ -46,6 +48,7 @@ class Value:
     buffer: int
     version: int
     logits_rows: bool = False
+    code_terms: int = 1  # that quantized weights take it as
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,7 +86,7 @@ class _Recording:
         return Value(index, self.buffers[index].version)
 
     def use(self, value: Value, code_terms: int = 0) -> int:
-        """The number of a buffer that is read, as float32 or as so many terms of int8 codes."""
+        """The number of a buffer that is read or written, as float32 or as so many terms of int8 codes."""
         buffer = self.buffers[value.buffer]
         if value.version != buffer.version:
             raise RuntimeError("the model's forward uses a result after the next op of its kind has overwritten it")
@@ -103,11 +106,18 @@ class _Recording:
 class NativeCpuBackend(Backend):
     """See `gpu_workers.backends.make_backend`; `progress` is told when the kernels are being compiled.
 
+    `int8_activations`: whether quantized weights meet integers (None: as is faster here).
+
     Raises `kernels.cpu.build.BuildError` when they can't be.
     """
 
     def __init__(
-        self, dtype: torch.dtype, threads: int, quantized: bool, progress: Callable[[str], None] | None = None
+        self,
+        dtype: torch.dtype,
+        threads: int,
+        quantized: bool,
+        progress: Callable[[str], None] | None = None,
+        int8_activations: bool | None = None,
     ) -> None:
         # torch is left with small things: a second team of threads would only be in the way of the kernels' own.
         torch.set_num_threads(1)
@@ -116,18 +126,17 @@ class NativeCpuBackend(Backend):
         self.device = torch.device("cpu")
         self.dtype = dtype
         self.takes_quantized = quantized
+        self._int8_activations = bool(self._library.tm_prefers_codes())
+        if int8_activations is not None:
+            self._int8_activations = int8_activations
         self._recording: _Recording | None = None
         self._cos = self._sin = torch.empty(0)
         self._num_heads = 0
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
-    def load_linear(
-        self, weight: LoadedWeight, bias: torch.Tensor | None, partial: bool = False, precise: bool = False
-    ) -> PackedWeight:
-        packed = self._pack(weight, bias)
-        packed.precise = precise
-        return packed
+    def load_linear(self, weight: LoadedWeight, bias: torch.Tensor | None, partial: bool = False) -> PackedWeight:
+        return self._pack(weight, bias)
 
     def load_gated_linear(self, weight: LoadedWeight, bias: torch.Tensor | None) -> PackedWeight:
         width = weight.shape[0] // 2
@@ -143,9 +152,7 @@ class NativeCpuBackend(Backend):
 
     def load_vocabulary(self, table: LoadedWeight, head: LoadedWeight | None) -> tuple[PackedWeight, PackedWeight]:
         packed = self._pack(table, None)
-        head_packed = packed if head is None else self._pack(head, None)
-        head_packed.precise = True
-        return packed, head_packed
+        return packed, packed if head is None else self._pack(head, None)
 
     def load_norm(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self.dtype).float().contiguous()
@@ -252,33 +259,33 @@ class NativeCpuBackend(Backend):
             weight=weight.data_ptr(),
             eps=eps,
         )
-        return Value(out.buffer, out.version, selected)
+        return Value(out.buffer, out.version, selected, code_terms=2)
 
     def select_logits_rows(self, x: Value, batch: ForwardBatch) -> Value:
         return Value(x.buffer, x.version, logits_rows=True)
 
     def linear(self, x: Value, weight: PackedWeight) -> Value:
-        record = self._record
-        source = record.use(x, weight.code_terms)
-        out = record.output("linear", weight.n)
-        flags = FLAG_PRECISE if weight.code_terms == 2 else 0
-        record.add(Code.LINEAR, flags=flags, input=source, output=record.use(out), weight=weight.pointer)
+        operands = self._operands(x, weight)
+        out = self._record.output("linear", weight.n)
+        self._record.add(Code.LINEAR, output=self._record.use(out), **operands)
         return out
 
     def gated_linear(self, x: Value, weight: PackedWeight, kind: str) -> Value:
-        record = self._record
-        source = record.use(x, weight.code_terms)
-        out = record.output("gated linear", weight.gated_width)
-        flags = FLAG_GELU if kind == "gelu" else 0
-        record.add(Code.GATED, flags=flags, input=source, output=out.buffer, weight=weight.pointer)
+        operands = self._operands(x, weight)
+        operands["flags"] |= FLAG_GELU if kind == "gelu" else 0
+        out = self._record.output("gated linear", weight.gated_width)
+        self._record.add(Code.GATED, output=out.buffer, **operands)
         return out
 
     def logits(self, x: Value, head: PackedWeight) -> Value:
-        record = self._record
-        flags = FLAG_PRECISE if head.code_terms == 2 else 0
-        record.add(Code.LOGITS, flags=flags, input=record.use(x, head.code_terms), weight=head.pointer)
-        record.vocab_size = head.n
+        self._record.add(Code.LOGITS, **self._operands(x, head))
+        self._record.vocab_size = head.n
         return x
+
+    def _operands(self, x: Value, weight: PackedWeight) -> dict[str, int]:
+        terms = x.code_terms if weight.is_quantized and self._int8_activations else 0
+        flags = FLAG_PRECISE if terms == 2 else 0
+        return {"input": self._record.use(x, terms), "flags": flags, "weight": weight.pointer}
 
     def rope_and_write(self, qkv: Value, num_heads: int, kv: NativeKV, layer: int, batch: ForwardBatch) -> Value:
         self._num_heads = num_heads
@@ -291,7 +298,7 @@ class NativeCpuBackend(Backend):
         record = self._record
         out = record.output("attention", record.buffers[q.buffer].width)
         record.add(Code.ATTENTION, input=record.use(q), output=record.use(out), layer=layer)
-        return out
+        return Value(out.buffer, out.version, code_terms=2)
 
     def all_reduce(self, x: Value, comm: Comm) -> Value:
         self._record.exchange(x, comm)
@@ -305,6 +312,8 @@ class _Program:
         self.kv = kv
         self._engine = engine
         self._vocab_size = recording.vocab_size
+        # Kept, as fresh pages for as much memory in every step take longer than the head's products.
+        self._logits = torch.empty(0, self._vocab_size)
         engine.set_attention(sizes)
         engine.set_buffers([BufferShape(each.width, each.has_values, each.code_terms) for each in recording.buffers])
         self._parts: list[ctypes.Array[Op] | _Exchange] = [
@@ -316,7 +325,9 @@ class _Program:
         query_starts = np.array(batch.query_starts, dtype=np.int64)
         context_lens = np.array(batch.context_lens, dtype=np.int64)
         tables = batch.block_tables.contiguous()
-        logits = torch.empty(rows, self._vocab_size)
+        if rows > self._logits.shape[0]:
+            self._logits = torch.empty(rows, self._vocab_size)
+        logits = self._logits[:rows]
         step = Step(
             tokens=tokens,
             sequences=len(context_lens),

@@ -70,9 +70,7 @@ class TorchCpuBackend(Backend):
         self._cos = self._sin = torch.empty(0)
         self._plan: AttentionPlan | None = None
 
-    def load_linear(
-        self, weight: LoadedWeight, bias: torch.Tensor | None, partial: bool = False, precise: bool = False
-    ) -> Linear:
+    def load_linear(self, weight: LoadedWeight, bias: torch.Tensor | None, partial: bool = False) -> Linear:
         return self._load(weight, bias, torch.float32 if partial else self.dtype)
 
     def load_gated_linear(self, weight: LoadedWeight, bias: torch.Tensor | None) -> Linear:

@@ -87,8 +87,7 @@ class LlamaModel:
         return _Layer(
             attention_norm=backend.load_norm(weights.take(prefix + "input_layernorm.weight")),
             qkv=backend.load_linear(
-                *self._column_parallel(weights, [f"{attention}{name}_proj" for name in "qkv"], arch.qkv_bias),
-                precise=True,  # what is rounded here is amplified: scores go through an exponential
+                *self._column_parallel(weights, [f"{attention}{name}_proj" for name in "qkv"], arch.qkv_bias)
             ),
             output=self._row_parallel(weights, attention + "o_proj", arch.o_bias),
             mlp_norm=backend.load_norm(weights.take(prefix + "post_attention_layernorm.weight")),

@@ -20,7 +20,7 @@ enum TmCode : int32_t {
 enum TmFlags : int32_t {
     TM_GELU = 1,         // TM_GATED: gelu (tanh form) instead of silu
     TM_LOGITS_ROWS = 2,  // TM_NORM: only the rows whose logits are wanted, in their order
-    TM_PRECISE = 4,      // TM_LINEAR, TM_LOGITS with a quantized weight: both terms of the inputs
+    TM_PRECISE = 4,      // TM_LINEAR, TM_GATED, TM_LOGITS with a quantized weight: both terms of the inputs
 };
 
 struct TmOp {
@@ -81,6 +81,9 @@ int32_t tm_engine_run(void* engine, const TmOp* ops, int32_t count, const TmStep
 // A buffer's memory for at least `rows` rows, until the next run or call with more rows.
 // part 0: values, 1: codes, 2: scales (of each group its scale, and scale * sum of its codes), 3 and 4: of the rest
 void* tm_engine_buffer(void* engine, int32_t index, int64_t rows, int32_t part);
+
+// 1 where int8 activations pay: with instructions that add up four products of int8 at once.
+int32_t tm_prefers_codes();
 
 void* tm_weight_new(int32_t kind, int64_t n, int64_t k);
 void tm_weight_free(void* weight);

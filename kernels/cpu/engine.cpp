@@ -209,18 +209,23 @@ class Engine {
         });
     }
 
+    // A tile of in * weight; with TM_PRECISE of both terms of the inputs. `Stride` columns of the tile a row.
+    template <int Stride>
+    static void product(const TmOp& op, const Weight& weight, const Buffer& in, int64_t row0, int count, int64_t col0,
+                        int cols, float* tile) {
+        multiply_tile(weight, in, row0, count, col0, cols, tile, Stride);
+        if (!(op.flags & TM_PRECISE)) return;
+        alignas(64) float rest[kTileRows * Stride];
+        multiply_tile(weight, in.rest(), row0, count, col0, cols, rest, Stride);
+        for (int i = 0; i < count * Stride; i += 8) store8(tile + i, load8(tile + i) + load8(rest + i));
+    }
+
     void linear(const TmOp& op, const Weight& weight, int64_t rows, float* out) {
         const Buffer& in = buffers_[static_cast<size_t>(op.in)];
-        const bool precise = op.flags & TM_PRECISE;
         const int64_t out_width = weight.n;
         over_tiles(rows, weight.n, [&](int64_t row0, int count, int64_t col0, int cols) {
             alignas(64) float tile[kTileRows * kTileColumns];
-            multiply_tile(weight, in, row0, count, col0, cols, tile, kTileColumns);
-            if (precise) {
-                alignas(64) float rest[kTileRows * kTileColumns];
-                multiply_tile(weight, in.rest(), row0, count, col0, cols, rest, kTileColumns);
-                for (int i = 0; i < count * kTileColumns; i += 8) store8(tile + i, load8(tile + i) + load8(rest + i));
-            }
+            product<kTileColumns>(op, weight, in, row0, count, col0, cols, tile);
             for (int r = 0; r < count; r++) {
                 const float* from = tile + r * kTileColumns;
                 float* to = out + (row0 + r) * out_width + col0;
@@ -240,7 +245,7 @@ class Engine {
         constexpr int kPair = 2 * kTileColumns;
         over_tiles(step.tokens, out.width, [&](int64_t row0, int count, int64_t col0, int cols) {
             alignas(64) float tile[kTileRows * kPair];
-            multiply_tile(weight, in, row0, count, 2 * col0, kPair, tile, kPair);
+            product<kPair>(op, weight, in, row0, count, 2 * col0, kPair, tile);
             for (int r = 0; r < count; r++) {
                 float* row = tile + r * kPair;
                 if (weight.bias) {
@@ -329,6 +334,8 @@ TM_EXPORT int32_t tm_engine_run(void* engine, const TmOp* ops, int32_t count, co
 TM_EXPORT void* tm_engine_buffer(void* engine, int32_t index, int64_t rows, int32_t part) {
     return made([&] { return engine_of(engine).buffer(index, rows, part); });
 }
+
+TM_EXPORT int32_t tm_prefers_codes() { return tokenmill::prefers_codes() ? 1 : 0; }
 
 TM_EXPORT void* tm_weight_new(int32_t kind, int64_t n, int64_t k) {
     return made([&] { return new Weight(static_cast<tokenmill::Kind>(kind), n, k); });

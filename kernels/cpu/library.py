@@ -109,6 +109,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tm_engine_set_buffers": (c_int32, [c_void_p, POINTER(BufferShape), c_int32]),
     "tm_engine_run": (c_int32, [c_void_p, POINTER(Op), c_int32, POINTER(Step)]),
     "tm_engine_buffer": (c_void_p, [c_void_p, c_int32, c_int64, c_int32]),
+    "tm_prefers_codes": (c_int32, []),
     "tm_weight_new": (c_void_p, [c_int32, c_int64, c_int64]),
     "tm_weight_free": (None, [c_void_p]),
     "tm_weight_bytes": (c_int64, [c_void_p]),
@@ -147,7 +148,6 @@ class PackedWeight:
     def __init__(self, library: ctypes.CDLL, kind: Kind, n: int, k: int) -> None:
         self._library = library
         self.kind, self.n, self.k = kind, n, k
-        self.precise = False  # its inputs are taken with 16 bits, where they are quantized
         self.gated_width = 0  # results of a GATED operation with this weight, where it is made for one
         self.pointer = _made(library.tm_weight_new(kind, n, k))
 
@@ -156,11 +156,9 @@ class PackedWeight:
             self._library.tm_weight_free(self.pointer)
 
     @property
-    def code_terms(self) -> int:
-        """Terms of int8 codes that its inputs are taken as; 0: they are float32."""
-        if self.kind not in (Kind.INT4, Kind.INT8):
-            return 0
-        return 2 if self.precise else 1
+    def is_quantized(self) -> bool:
+        """Whether its products are with int8 codes rather than float32 values."""
+        return self.kind in (Kind.INT4, Kind.INT8)
 
     @property
     def num_bytes(self) -> int:

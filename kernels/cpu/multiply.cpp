@@ -3,6 +3,7 @@
 // A tile size changes how often a weight is loaded, never the operations of a result: each is one chain of sums over
 // the inputs (or over groups of 32 whose integer sums are exact), so it has the same bits alone and in any batch.
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <vector>
 
@@ -51,18 +52,16 @@ struct Bfloat16Panel {
     }
 };
 
+// w: P panels of [inputs][16 columns].
 template <class Panel, int R, int P>
-void multiply_float(const Weight& weight, const Rows& rows, int64_t panel, float* out, int stride) {
-    using Element = typename Panel::Element;
-    const Element* w[P];
-    for (int p = 0; p < P; p++) w[p] = reinterpret_cast<const Element*>(weight.panel(panel + p));
+void multiply_panels(const typename Panel::Element* const* w, int64_t inputs, const Rows& rows, float* out, int stride) {
     const float* x[R];
     for (int r = 0; r < R; r++) x[r] = rows.values(r);
     F8 sums[R][P][2];
     for (auto& row : sums) {
         for (auto& pair : row) pair[0] = pair[1] = zero8();
     }
-    for (int64_t i = 0; i < weight.k; i++) {
+    for (int64_t i = 0; i < inputs; i++) {
         for (int p = 0; p < P; p++) {
             F8 low, high;
             Panel::load(w[p] + i * 16, low, high);
@@ -77,6 +76,130 @@ void multiply_float(const Weight& weight, const Rows& rows, int64_t panel, float
         for (int p = 0; p < P; p++) {
             store8(out + r * stride + p * 16, sums[r][p][0]);
             store8(out + r * stride + p * 16 + 8, sums[r][p][1]);
+        }
+    }
+}
+
+template <class Panel, int R, int P>
+void multiply_float(const Weight& weight, const Rows& rows, int64_t panel, float* out, int stride) {
+    const typename Panel::Element* w[P];
+    for (int p = 0; p < P; p++) w[p] = reinterpret_cast<const typename Panel::Element*>(weight.panel(panel + p));
+    multiply_panels<Panel, R, P>(w, weight.k, rows, out, stride);
+}
+
+// --- int4 and int8 weights, float32 activations -------------------------------------------------------------------
+//
+// What a code stands for is computed in float32 and multiplied as a float32 weight is: for few rows on the way, for many
+// once for all of them. Either way the same operations: code * scale + minimum, then one chain of sums over the inputs.
+
+// The codes of four inputs (byte 0 to 3 of each column) as floats, and what they stand for.
+struct Int4Codes {
+    using Group = Int4Group;
+    F8 scale, minimum;
+
+    explicit Int4Codes(const Group& group) : scale(halves(group.scale)), minimum(halves(group.minimum)) {}
+
+    template <int Input>
+    F8 value(const Group& group, int j) const {
+#if TOKENMILL_X86
+        const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group.codes[j & 3]));
+        const __m256i shifted = j < 4 ? _mm256_srli_epi32(both, 8 * Input) : _mm256_srli_epi32(both, 8 * Input + 4);
+        const F8 code = {_mm256_cvtepi32_ps(_mm256_and_si256(shifted, _mm256_set1_epi32(15)))};
+#else
+        const F8 code = each([&](int c) {
+            const uint8_t both = group.codes[j & 3][4 * c + Input];
+            return static_cast<float>(j < 4 ? both & 15 : both >> 4);
+        });
+#endif
+        return fma(code, scale, minimum);
+    }
+
+    static F8 halves(const uint16_t* p) {
+#if TOKENMILL_X86
+        return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+#else
+        return each([&](int c) { return half_to_float(p[c]); });
+#endif
+    }
+};
+
+struct Int8Codes {
+    using Group = Int8Group;
+    F8 scale;
+
+    explicit Int8Codes(const Group& group) : scale(load8(group.scale)) {}
+
+    template <int Input>
+    F8 value(const Group& group, int j) const {
+#if TOKENMILL_X86
+        const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group.codes[j]));
+        const __m256i shifted = _mm256_srai_epi32(_mm256_slli_epi32(codes, 24 - 8 * Input), 24);
+        const F8 code = {_mm256_cvtepi32_ps(shifted)};
+#else
+        const F8 code = each([&](int c) { return static_cast<float>(group.codes[j][4 * c + Input]); });
+#endif
+        return code * scale;
+    }
+};
+
+template <class Codes, int Input, int R, int P>
+inline void add_input(const typename Codes::Group* const* w, const Codes* codes, int j, const float* const* x, F8 (*sums)[P]) {
+    for (int p = 0; p < P; p++) {
+        const F8 value = codes[p].template value<Input>(*w[p], j);
+        for (int r = 0; r < R; r++) sums[r][p] = fma(value, set8(x[r][4 * j + Input]), sums[r][p]);
+    }
+}
+
+template <class Codes, int R, int P>
+void multiply_dequantized(const Weight& weight, const Rows& rows, int64_t panel, float* out, int stride) {
+    using Group = typename Codes::Group;
+    const Group* w[P];
+    for (int p = 0; p < P; p++) w[p] = reinterpret_cast<const Group*>(weight.panel(panel + p));
+    const float* x[R];
+    for (int r = 0; r < R; r++) x[r] = rows.values(r);
+    F8 sums[R][P];
+    for (auto& row : sums) {
+        for (auto& sum : row) sum = zero8();
+    }
+    for (int64_t g = 0; g < rows.groups; g++) {
+        const auto codes = [&] {
+            if constexpr (P == 1) return std::array<Codes, 1>{Codes(*w[0])};
+            else if constexpr (P == 2) return std::array<Codes, 2>{Codes(*w[0]), Codes(*w[1])};
+            else return std::array<Codes, 4>{Codes(*w[0]), Codes(*w[1]), Codes(*w[2]), Codes(*w[3])};
+        }();
+#pragma GCC unroll 1
+        for (int j = 0; j < 8; j++) {
+            add_input<Codes, 0, R, P>(w, codes.data(), j, x, sums);
+            add_input<Codes, 1, R, P>(w, codes.data(), j, x, sums);
+            add_input<Codes, 2, R, P>(w, codes.data(), j, x, sums);
+            add_input<Codes, 3, R, P>(w, codes.data(), j, x, sums);
+        }
+        for (int p = 0; p < P; p++) w[p]++;
+        for (int r = 0; r < R; r++) x[r] += kGroup;
+    }
+    for (int r = 0; r < R; r++) {
+        for (int p = 0; p < P; p++) store8(out + r * stride + p * 8, sums[r][p]);
+    }
+}
+
+// Two panels (or one, and zeros) as a float32 panel of 16 columns.
+template <class Codes>
+void dequantize_pair(const Weight& weight, int64_t panel, float* out) {
+    for (int64_t p = 0; p < 2; p++) {
+        if (panel + p == weight.panels()) {
+            for (int64_t i = 0; i < weight.k; i++) store8(out + i * 16 + 8, zero8());
+            return;
+        }
+        const auto* w = reinterpret_cast<const typename Codes::Group*>(weight.panel(panel + p));
+        for (int64_t g = 0; g < weight.k / kGroup; g++) {
+            const Codes codes(w[g]);
+            float* to = out + g * kGroup * 16 + p * 8;
+            for (int j = 0; j < 8; j++, to += 4 * 16) {
+                store8(to, codes.template value<0>(w[g], j));
+                store8(to + 16, codes.template value<1>(w[g], j));
+                store8(to + 32, codes.template value<2>(w[g], j));
+                store8(to + 48, codes.template value<3>(w[g], j));
+            }
         }
     }
 }
@@ -354,6 +477,16 @@ const Kernels* float_kernels() {
     return table;
 }
 
+template <class Codes>
+const Kernels* dequantized_kernels() {
+    static constexpr Kernels table[] = {
+        {3, 2, multiply_dequantized<Codes, 3, 2>, multiply_dequantized<Codes, 3, 1>},
+        {2, 2, multiply_dequantized<Codes, 2, 2>, multiply_dequantized<Codes, 2, 1>},
+        {1, 4, multiply_dequantized<Codes, 1, 4>, multiply_dequantized<Codes, 1, 1>},
+    };
+    return table;
+}
+
 const Kernels* int4_kernels() {
     static constexpr Kernels table[] = {
         {4, 1, multiply_int4<4, 1>, multiply_int4<4, 1>},
@@ -374,14 +507,53 @@ const Kernels* int8_kernels() {
     return table;
 }
 
-const Kernels* kernels_of(Kind kind) {
+const Kernels* kernels_of(Kind kind, bool codes) {
     switch (kind) {
         case Kind::kFloat32: return float_kernels<Float32Panel>();
         case Kind::kBfloat16: return float_kernels<Bfloat16Panel>();
-        case Kind::kInt4: return int4_kernels();
-        case Kind::kInt8: return int8_kernels();
+        case Kind::kInt4: return codes ? int4_kernels() : dequantized_kernels<Int4Codes>();
+        case Kind::kInt8: return codes ? int8_kernels() : dequantized_kernels<Int8Codes>();
     }
     return nullptr;
+}
+
+#if TOKENMILL_X86
+constexpr bool kPrefersCodes = kDot4;
+#else
+constexpr bool kPrefersCodes = false;
+#endif
+
+constexpr int kDequantizeFrom = 4;  // rows for which it pays to keep what codes stand for
+
+// Columns of pairs of quantized panels for many rows of float32.
+void multiply_pairs(const Weight& weight, const Buffer& x, int64_t row0, int rows, int64_t first, int64_t last, float* tile,
+                    int stride) {
+    static thread_local std::vector<float> values;
+    values.resize(static_cast<size_t>(weight.k * 16));
+    const float* w[1] = {values.data()};
+    for (int64_t panel = first; panel < last; panel += 2) {
+        if (weight.kind == Kind::kInt4) dequantize_pair<Int4Codes>(weight, panel, values.data());
+        else dequantize_pair<Int8Codes>(weight, panel, values.data());
+        float* out = tile + (panel - first) * 8;
+        for (int r = 0; r < rows;) {
+            const Rows some{x, row0 + r, x.width / kGroup};
+            float* to = out + static_cast<int64_t>(r) * stride;
+            const int left = rows - r;
+            if (left >= 6) {
+                multiply_panels<Float32Panel, 6, 1>(w, weight.k, some, to, stride);
+                r += 6;
+            } else if (left >= 4) {
+                multiply_panels<Float32Panel, 4, 1>(w, weight.k, some, to, stride);
+                r += 4;
+            } else if (left >= 2) {
+                multiply_panels<Float32Panel, 2, 1>(w, weight.k, some, to, stride);
+                r += 2;
+            } else {
+                multiply_panels<Float32Panel, 1, 1>(w, weight.k, some, to, stride);
+                r += 1;
+            }
+        }
+    }
 }
 
 #if TOKENMILL_X86
@@ -412,18 +584,25 @@ int multiply_many(const Weight&, const Buffer&, int64_t, int, int64_t, float*, i
 
 }  // namespace
 
+bool prefers_codes() { return kPrefersCodes; }
+
 void multiply_tile(const Weight& weight, const Buffer& x, int64_t row0, int rows, int64_t col0, int cols, float* tile,
                    int stride) {
     const int width = panel_width(weight.kind);
     const int64_t first = col0 / width, last = std::min((col0 + cols + width - 1) / width, weight.panels());
     const int64_t groups = x.width / kGroup;
-    const Kernels* all = kernels_of(weight.kind);
+    const bool codes = x.codes != nullptr;
+    const bool quantized = weight.kind == Kind::kInt4 || weight.kind == Kind::kInt8;
+    if (quantized && !codes && rows >= kDequantizeFrom) {
+        return multiply_pairs(weight, x, row0, rows, first, last, tile, stride);
+    }
+    const Kernels* all = kernels_of(weight.kind, codes);
     for (int64_t panel = first; panel < last;) {
         // Panels outside, rows inside: the panel stays in the first-level cache.
         const int64_t left = last - panel;
         int64_t step = all->panels;
         int r = 0;
-        const bool many = weight.kind == Kind::kInt4 && rows >= kExpandedFrom && left >= 2;
+        const bool many = weight.kind == Kind::kInt4 && codes && rows >= kExpandedFrom && left >= 2;
         if (many) {
             r = multiply_many(weight, x, row0, rows, panel, tile + (panel - first) * width, stride);
             step = 2;

@@ -134,11 +134,12 @@ inline F8 power_of_two(F8 n) {
 }
 inline F8 keep_unless_less(F8 x, F8 a, F8 b) { return each([&](int i) { return a.v[i] < b.v[i] ? 0.0f : x.v[i]; }); }
 inline void store_codes(int8_t* p, F8 a, F8 b, F8 c, F8 d) {
+    const auto code = [](float x) { return static_cast<int8_t>(x == x ? x : 0.0f); };  // NaN has no integer
     for (int i = 0; i < 8; i++) {
-        p[i] = static_cast<int8_t>(a.v[i]);
-        p[8 + i] = static_cast<int8_t>(b.v[i]);
-        p[16 + i] = static_cast<int8_t>(c.v[i]);
-        p[24 + i] = static_cast<int8_t>(d.v[i]);
+        p[i] = code(a.v[i]);
+        p[8 + i] = code(b.v[i]);
+        p[16 + i] = code(c.v[i]);
+        p[24 + i] = code(d.v[i]);
     }
 }
 inline float sum8(F8 a) {
@@ -157,7 +158,7 @@ inline float largest8(F8 a) {
 // Range reduction to |r| <= ln 2 / 2 and a polynomial of degree 6 (Cody & Waite 1980).
 inline F8 exp8(F8 x) {
     const F8 lowest = set8(-87.3f);
-    const F8 inside = min8(max8(lowest, x), set8(88.0f));
+    const F8 inside = min8(set8(88.0f), max8(lowest, x));  // both give their second operand where one is NaN
     const F8 n = round8(inside * set8(1.44269504f));
     F8 r = fma(n, set8(-0.693145751953125f), inside);
     r = fma(n, set8(-1.42860677e-6f), r);

@@ -174,12 +174,13 @@ void Weight::read_row(int64_t index, float* out) const {
             return;
         case Kind::kInt4: {
             const auto* groups = reinterpret_cast<const Int4Group*>(start);
-            for (int64_t i = 0; i < k; i++) {
-                const Int4Group& group = groups[i / kGroup];
-                const int64_t inner = i % kGroup, j = inner / 4;
-                const uint8_t both = group.codes[j % 4][4 * c + inner % 4];
-                const int code = j < 4 ? both & 15 : both >> 4;
-                out[i] = static_cast<float>(code) * half_to_float(group.scale[c]) + half_to_float(group.minimum[c]);
+            for (int64_t g = 0; g < k / kGroup; g++) {
+                const float scale = half_to_float(groups[g].scale[c]), minimum = half_to_float(groups[g].minimum[c]);
+                for (int inner = 0; inner < kGroup; inner++) {
+                    const int j = inner / 4;
+                    const uint8_t both = groups[g].codes[j % 4][4 * c + inner % 4];
+                    out[g * kGroup + inner] = static_cast<float>(j < 4 ? both & 15 : both >> 4) * scale + minimum;
+                }
             }
             return;
         }
@@ -199,15 +200,18 @@ void quantize_group(const float* x, int8_t* codes, float* scales, float* rest) {
     F8 v[4], r[4];
     for (int i = 0; i < 4; i++) v[i] = load8(x + 8 * i);
     const float largest = largest8(max8(max8(abs8(v[0]), abs8(v[1])), max8(abs8(v[2]), abs8(v[3]))));
-    const F8 inverse = set8(largest > 0.0f ? 127.0f / largest : 0.0f);
+    // Below that the inverse would overflow, and the values are nothing beside any weight.
+    const bool some = largest > 1e-30f;
+    const F8 inverse = set8(some ? 127.0f / largest : 0.0f);
     F8 total = zero8();
     for (int i = 0; i < 4; i++) {
         r[i] = round8(v[i] * inverse);
         total = total + r[i];  // whole numbers below 2^24: exact
     }
     store_codes(codes, r[0], r[1], r[2], r[3]);
-    scales[0] = largest / 127.0f;
-    scales[1] = scales[0] * sum8(total);
+    const float sum = sum8(total);
+    scales[0] = std::isnan(sum) ? sum : some ? largest / 127.0f : 0.0f;  // codes can't say NaN, and largest8 may miss it
+    scales[1] = scales[0] * sum;
     if (rest == nullptr) return;
     for (int i = 0; i < 4; i++) store8(rest + 8 * i, v[i] - r[i] * set8(scales[0]));
 }

@@ -87,8 +87,12 @@ inline void quantize_row(const Buffer& out, int64_t row, const float* x) {
     for (int64_t g = 0; g < out.width / kGroup; g++) quantize_into(out, row, g, x + g * kGroup);
 }
 
+// Whether quantized weights are multiplied faster with codes than with float32 values.
+bool prefers_codes();
+
 // tile[r * stride + c] = row `row0 + r` of x times column `col0 + c` of the weight, without bias.
 // col0 is a multiple of 32; columns up to the end of the last panel are written.
+// Quantized weights take the codes of x, where it has any, else its values; float weights its values.
 // Every result is computed by the same operations in the same order whatever `rows` and the tile are.
 void multiply_tile(const Weight& weight, const Buffer& x, int64_t row0, int rows, int64_t col0, int cols, float* tile,
                    int stride);

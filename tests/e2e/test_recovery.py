@@ -20,7 +20,7 @@ import pytest
 from tests.e2e.server import SMALL, Server, is_alive
 from tests.e2e.sse import Answer, client_session, post
 
-RESTARTS = ("--max-restarts", "1000")
+RESTARTS = ("--max-restarts", "1000", "--hang-timeout", "10")
 PATIENCE = 120.0  # seconds; only how long a test that fails takes
 PROMPTS = ("Once upon a time", "The capital of France is", "def fibonacci(n):", "Dear Sir or Madam,")
 
@@ -135,6 +135,26 @@ def test_streams_go_on_with_the_same_tokens_after_a_worker_was_killed(engine: Se
 
     asyncio.run(main())
     assert "worker 0 is back after" in engine.stderr
+
+
+def test_streams_go_on_after_a_rank_was_stopped(engine: Server) -> None:
+    async def main() -> None:
+        bodies = [request_of(number) for number in range(4)]
+        async with client_of(engine) as client:
+            alone = [await client.complete(body) for body in bodies]  # and how long steps take gets known
+            _, before = await client.get("/health/progress")
+            stopped = engine.child("worker")
+            streams = [asyncio.create_task(client.complete(body)) for body in bodies]
+            await client.all_running(len(streams))
+            stopped.send_signal(signal.SIGSTOP)
+            for answer, expected in zip(await asyncio.gather(*streams), alone, strict=True):
+                assert_same(answer, expected)
+            assert not is_alive(stopped)
+            progress = await client.until("/health/progress", lambda status, body: body["running"] == 0)
+            assert progress["recoveries"] == before["recoveries"] + 1
+
+    asyncio.run(main())
+    assert re.search(r"worker 0 was killed because it hangs: no result of step \d+ within \S+ s", engine.stderr)
 
 
 @pytest.mark.parametrize("victim", ["tokenizer-0", "scheduler-0", "frontend-0"])

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from config.schema import ChildSpec
-from ipc.control import Control, Drain, Fail, Idle, Order, StartError
+from ipc.control import Control, Drain, Fail, Idle, Order, StartError, Unresponsive
 
 
 def _behaviour(name: str, log: Path) -> str:
@@ -68,6 +68,13 @@ def main(spec: ChildSpec, control: Control) -> int:
         if behaviour != "deaf":
             ended.set()
 
+    def on_accusation(number: int, frame: object) -> None:
+        of_whom = spec.incarnation - behaviour.endswith("predecessors")
+        control.report(Unresponsive(of_whom, "no result of step 7 within 2 s"))
+        write("accused")
+
+    if behaviour.startswith("accuses"):
+        signal.signal(signal.SIGUSR1, on_accusation)  # the ranks that started with it, or older ones
     control.listen(on_order)
     control.ready()
     write("ready")

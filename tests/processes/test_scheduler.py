@@ -8,10 +8,19 @@ from pathlib import Path
 
 import zmq
 
-from config.schema import ChildSpec, Config, Endpoints, ModelArch, ModelConfig, SchedulerConfig, WorkerConfig
+from config.schema import (
+    ChildSpec,
+    Config,
+    Endpoints,
+    ModelArch,
+    ModelConfig,
+    SchedulerConfig,
+    SupervisorConfig,
+    WorkerConfig,
+)
 from ipc.channels import AsyncDealer, LinkError, StatsSubscriber, new_incarnation
 from ipc.codec import Decoder, pack_ints, unpack_int64s, unpack_ints
-from ipc.control import Drain, Fail, Order
+from ipc.control import Drain, Fail, Order, Status, Unresponsive
 from ipc.messages import (
     Failed,
     FromScheduler,
@@ -50,6 +59,7 @@ class Launcher:
 
     def __init__(self) -> None:
         self.is_ready = False
+        self.reports: list[Status] = []
         self.order: Callable[[Order], object] = lambda order: None
 
     def listen(self, on_order: Callable[[Order], object]) -> None:
@@ -61,6 +71,9 @@ class Launcher:
     def ready(self, detail: str = "") -> None:
         self.is_ready = True
 
+    def report(self, status: Status) -> None:
+        self.reports.append(status)
+
 
 class Rank:
     """One rank; it keeps plans until `work` lets it answer, and computes like `FakeWorker`."""
@@ -70,6 +83,7 @@ class Rank:
         self.alive = True
         self.quick = quick
         self._index = index
+        self.incarnation = incarnation
         self._worker = FakeWorker(NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS)
         self.dealer: AsyncDealer[ToWorker] = AsyncDealer(
             endpoint, Decoder(ToWorker), b"rank%d" % index, self._on_plan, self._hello, lambda: None, incarnation
@@ -142,7 +156,7 @@ class Tokenizer:
 
 
 class Setting:
-    def __init__(self, directory: Path, tp: int) -> None:
+    def __init__(self, directory: Path, tp: int, hang_timeout: float = 60.0) -> None:
         self.spec = ChildSpec(
             role="scheduler",
             index=0,
@@ -152,6 +166,7 @@ class Setting:
                     max_seqs=MAX_SEQS, block_size=BLOCK_SIZE, max_step_tokens=32, prefill_chunk=32
                 ),
                 worker=WorkerConfig(tp=tp),
+                supervisor=SupervisorConfig(hang_timeout=hang_timeout),
             ),
             arch=ARCH,
             model_path="",
@@ -182,9 +197,11 @@ class Setting:
 
 
 @asynccontextmanager
-async def running(directory: Path, *, tp: int = 1) -> AsyncIterator[tuple[Setting, Tokenizer]]:
+async def running(
+    directory: Path, *, tp: int = 1, hang_timeout: float = 60.0
+) -> AsyncIterator[tuple[Setting, Tokenizer]]:
     """A scheduler whose ranks have not come yet. It must end by the drain order, unless it has failed before."""
-    setting = Setting(directory, tp)
+    setting = Setting(directory, tp, hang_timeout)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: setting.errors.append(context.get("exception")))
     scheduler = Scheduler(setting.spec, setting.launcher)  # type: ignore[arg-type]
@@ -327,6 +344,32 @@ def test_a_fail_order_ends_every_request_with_its_reason(tmp_path: Path) -> None
             setting.launcher.order(Fail("the ranks did not come back"))
             await until(lambda: len(tokenizer.ended) == 2)
             assert set(tokenizer.ended.values()) == {"the ranks did not come back"}
+
+    run(body)
+
+
+def test_ranks_that_hang_are_reported_and_their_requests_go_on_in_the_next_generation(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with running(tmp_path, tp=2, hang_timeout=1.0) as (setting, tokenizer):
+            old = setting.start_ranks()
+            await until(lambda: setting.launcher.is_ready)
+            for request_id in range(4):  # the length of a step gets known
+                tokenizer.submit(request_id, [request_id + 1, 2, 3], 10)
+                await until(lambda number=request_id: number in tokenizer.ended)
+            for rank in old:
+                rank.quick = False
+            tokenizer.submit(9, [1, 2, 3], 10)
+            await until(lambda: not setting.stats[-1].engine_ready)
+            await until(lambda: len(setting.launcher.reports) == 1)
+            report = setting.launcher.reports[0]
+            assert isinstance(report, Unresponsive)
+            assert report.incarnation == old[0].incarnation
+            old[0].work()  # it was slow and not dead, but its successors are on the way
+            setting.start_ranks()
+            await until(lambda: 9 in tokenizer.ended)
+            assert tokenizer.tokens[9] == continuation([1, 2, 3], 10, frozenset())
+            await until(lambda: setting.stats[-1].recoveries == 1)
+        assert setting.errors == []
 
     run(body)
 

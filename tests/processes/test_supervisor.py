@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -162,3 +164,37 @@ def test_several_processes_of_a_role_and_a_meeting_point_for_ranks(launch: Calla
     assert specs["frontend-0"]["listen_fd"] == specs["frontend-1"]["listen_fd"] >= 0
     launcher.process.send_signal(signal.SIGTERM)
     assert launcher.wait_end() == 0
+
+
+def test_a_disk_without_room_for_the_run_directory_is_a_message(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.processes.fake_launch"],
+        cwd=REPOSITORY,
+        env=os.environ | {"FAKE_LOG": str(tmp_path / "events"), "XDG_RUNTIME_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)),  # smaller than a specification
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert re.search(rf"worker 0 cannot be started: File too large \(.*{tmp_path}/tokenmill-", done.stderr)
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_when_somebody_has_to_be_replaced_ends_everything_and_says_why(
+    launch: Callable[..., Launcher],
+) -> None:
+    launcher = launch()
+    launcher.wait_ready()
+    [directory] = launcher.run_parent.iterdir()
+    size = (directory / "frontend-0.json").stat().st_size - 1
+    assert launcher.error_file.stat().st_size < size - 500, "room for the message"
+    resource.prlimit(launcher.process.pid, resource.RLIMIT_FSIZE, (size, size))
+    os.kill(launcher.pids("frontend-0")[0], signal.SIGKILL)
+    assert launcher.wait_end() == 1
+    assert "frontend 0 cannot be started: File too large" in launcher.errors
+    assert "Traceback" not in launcher.errors
+    assert any(event.startswith("scheduler-0 fail frontend 0 was killed") for event in launcher.events)

@@ -68,3 +68,13 @@ def test_a_plan_that_does_not_fit_says_what_to_do(model_path: Path) -> None:
     assert done.returncode == 1
     assert "The model does not fit" in done.stderr
     assert "--kv-memory" in done.stderr.partition("What helps:")[2]
+
+
+def test_no_place_for_the_sockets_is_told_without_a_traceback(tmp_path: Path, model_path: Path) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    flags = ("--model", str(model_path), "--port", "0", "--kv-memory", "64MiB")
+    done = run(*flags, TMPDIR=str(long), XDG_RUNTIME_DIR=str(long))
+    assert done.returncode == 1
+    assert "error: No directory can be made for this run's sockets" in done.stderr
+    assert "Traceback" not in done.stderr

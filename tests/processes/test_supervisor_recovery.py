@@ -196,6 +196,26 @@ def test_a_successor_that_cannot_start_ends_everything_and_says_why(launch: Laun
     assert launcher.lives(victim) == 2
 
 
+def test_ranks_that_hang_are_killed_and_replaced(launch: Launch) -> None:
+    launcher = launch("--tp", "2", behaviour={"scheduler-0": "accuses", "worker-0": "deaf", "worker-1": "deaf"})
+    launcher.wait_ready()
+    os.kill(launcher.pids("scheduler-0")[0], signal.SIGUSR1)
+    wait_for(lambda: "worker 0, worker 1 are back after" in launcher.errors, "the recovery")
+    assert "worker 0 was killed because it hangs: no result of step 7 within 2 s; restarting" in launcher.errors
+    assert launcher.lives("worker-0") == launcher.lives("worker-1") == 2
+    assert launcher.lives("scheduler-0") == 1
+    assert stop(launcher) == 1
+
+
+def test_a_report_about_ranks_that_are_gone_does_not_harm_their_successors(launch: Launch) -> None:
+    launcher = launch(behaviour={"scheduler-0": "accuses predecessors"})
+    launcher.wait_ready()
+    os.kill(launcher.pids("scheduler-0")[0], signal.SIGUSR1)
+    wait_for(lambda: "scheduler-0 accused" in launcher.events, "the report")
+    assert stop(launcher) == 0
+    assert launcher.lives("worker-0") == 1
+
+
 def test_a_signal_during_a_recovery_lets_it_go_on_while_requests_run(launch: Launch) -> None:
     behaviour = {"worker-0": ["obey", "slow"], "frontend-0": "finishes-slowly"}
     launcher = launch(behaviour=behaviour)

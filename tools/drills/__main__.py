@@ -49,10 +49,6 @@ def _parser() -> argparse.ArgumentParser:
     part.add_argument("--kv-shortage", default="recompute", choices=("wait", "recompute", "swap"))
     part.set_defaults(run=soak.run)
 
-    for name in ("shortage", "soak"):
-        drills.choices[name].add_argument(
-            "--kv-bytes", type=int, default=46080, help="KV bytes of one token (default 46080: SmolLM2-135M in float32)"
-        )
     for part in drills.choices.values():
         part.add_argument("--model", default=_DEFAULT_MODEL, help=f"default {_DEFAULT_MODEL}")
     return parser

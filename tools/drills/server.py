@@ -1,18 +1,23 @@
 """A real server for the time of a drill, and a client that notes when each token came."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 MODEL_NAME = "drill"
+
+_LAST_LINES = 15  # of its stderr, shown when a server has failed
 
 
 @dataclass(slots=True)
@@ -43,24 +48,44 @@ class Reply:
 
 @asynccontextmanager
 async def server(model: str, *flags: str) -> AsyncIterator[str]:
-    """Start `python -m launch` on a free port; yields its URL and ends it with the block."""
+    """Start `python -m launch` on a free port; yields its URL and ends it with the block.
+
+    SystemExit when it does not start. Its stderr goes to a file, which is kept, and its end shown, when it fails.
+    """
     command = [sys.executable, "-m", "launch", "--model", model, "--port", "0", "--served-model-name", MODEL_NAME]
     print("  server:", " ".join(flags) or "defaults", file=sys.stderr)
-    process = await asyncio.create_subprocess_exec(
-        *command, "--log-level", "error", *flags, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-    )
+    with tempfile.NamedTemporaryFile(prefix="tokenmill-drill-", suffix=".log", delete=False) as errors:
+        process = await asyncio.create_subprocess_exec(
+            *command, "--log-level", "error", *flags, stdout=asyncio.subprocess.PIPE, stderr=errors
+        )
+    log = Path(errors.name)
     assert process.stdout is not None
     line = (await process.stdout.readline()).decode()
     if not line.startswith("ready "):
-        raise SystemExit(f"the server did not start with: {' '.join(flags)}")
+        await process.wait()
+        raise SystemExit(f"the server did not start with: {' '.join(flags)}\n{_last_words(log)}")
     try:
         yield line.removeprefix("ready ").strip()
     finally:
+        await _end(process, log)
+
+
+async def _end(process: asyncio.subprocess.Process, log: Path) -> None:
+    if process.returncode is not None:
+        print(f"the server died, with exit status {process.returncode}\n{_last_words(log)}", file=sys.stderr)
+        return
+    with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
         await asyncio.sleep(0.2)
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)  # whatever still runs is not waited for
-        await process.wait()
+    await process.wait()
+    await asyncio.to_thread(log.unlink)
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text("utf-8", "replace").splitlines()[-_LAST_LINES:]
+    return "\n".join([f"the end of {log}:", *(f"  {line}" for line in lines)])
 
 
 @asynccontextmanager
@@ -128,3 +153,14 @@ async def metric(session: aiohttp.ClientSession, url: str, name: str) -> float:
             if not line.startswith("#") and key.split("{")[0].endswith(name):
                 return float(value)
     return 0.0
+
+
+async def work_done(session: aiohttp.ClientSession, url: str) -> str:
+    """What the server had to do besides, since its start, in words."""
+    await asyncio.sleep(1.0)  # the next counters
+    names = "preemptions", "recomputed_tokens", "swapped_out_blocks", "swapped_in_blocks", "engine_recoveries"
+    counts = [int(await metric(session, url, f"{name}_total")) for name in names]
+    return (
+        f"{counts[0]} preemptions, {counts[1]} tokens recomputed, {counts[2]} blocks out, {counts[3]} in, "
+        f"{counts[4]} recoveries"
+    )

@@ -5,9 +5,8 @@ import random
 import time
 from argparse import Namespace
 
-from tools.drills.server import complete, http, metric, server
-
-_BLOCK = 16
+from tools.drills.kv import kv_plan
+from tools.drills.server import complete, http, server, work_done
 
 
 async def run(options: Namespace) -> None:
@@ -15,14 +14,15 @@ async def run(options: Namespace) -> None:
     rng = random.Random(3)
     prompts = [[rng.randrange(100, 40000) for _ in range(options.prompt_tokens)] for _ in range(options.requests)]
     length = options.prompt_tokens + options.output_tokens
-    blocks = -(-length // _BLOCK) * options.fitting
+    plan = kv_plan(options.model)
+    blocks = -(-length // plan.block_size) * options.fitting
     print(
         f"{options.requests} requests of {options.prompt_tokens} + {options.output_tokens} tokens, a pool of {blocks} "
-        f"blocks of {_BLOCK}: {options.fitting} of them fit"
+        f"blocks of {plan.block_size}: {options.fitting} of them fit"
     )
     async with server(options.model) as url, http() as session:
         alone = [(await complete(session, url, prompt, options.output_tokens)).token_ids for prompt in prompts]
-    sizes = ("--kv-memory", str(blocks * _BLOCK * options.kv_bytes), "--max-model-len", str(length))
+    sizes = ("--kv-memory", str(blocks * plan.block_bytes), "--max-model-len", str(length))
     for shortage in ("wait", "recompute", "swap"):
         flags = ("--max-seqs", str(options.requests), "--kv-shortage", shortage, *sizes)
         async with server(options.model, *flags) as url, http() as session:
@@ -31,13 +31,10 @@ async def run(options: Namespace) -> None:
                 *[complete(session, url, prompt, options.output_tokens) for prompt in prompts]
             )
             seconds = time.perf_counter() - begin
-            await asyncio.sleep(1.0)  # the next counters
-            names = "preemptions", "recomputed_tokens", "swapped_out_blocks", "swapped_in_blocks"
-            counts = [int(await metric(session, url, f"{name}_total")) for name in names]
+            work = await work_done(session, url)
         finished = sum(reply.finished for reply in replies)
         same = sum(reply.token_ids == tokens for reply, tokens in zip(replies, alone, strict=True))
         print(
-            f"{shortage:10} {seconds:6.1f} s, {finished} finished, {same} with the tokens they have alone; "
-            f"{counts[0]} preemptions, {counts[1]} tokens recomputed, {counts[2]} blocks out, {counts[3]} in",
+            f"{shortage:10} {seconds:6.1f} s, {finished} finished, {same} with the tokens they have alone; {work}",
             flush=True,
         )

@@ -7,15 +7,16 @@ from argparse import Namespace
 
 import aiohttp
 
+from tools.drills.kv import kv_plan
 from tools.drills.progress import Progress
-from tools.drills.server import Reply, complete, http, metric, server
+from tools.drills.server import Reply, complete, http, server, work_done
 
 _ABORTED = 0.05  # share of the requests whose client goes away
 
 
 async def run(options: Namespace) -> None:
     """Print what became of the requests of `options.seconds`, and what was preempted and copied meanwhile."""
-    pool = options.pool_contexts * options.context * options.kv_bytes
+    pool = options.pool_contexts * options.context * kv_plan(options.model).kv_bytes_per_token
     flags = ("--max-seqs", str(options.rows), "--max-model-len", str(options.context), "--kv-memory", str(pool))
     async with server(options.model, *flags, "--kv-shortage", options.kv_shortage) as url, http() as session:
         end = time.monotonic() + options.seconds
@@ -25,14 +26,11 @@ async def run(options: Namespace) -> None:
                 await asyncio.sleep(1.0)
                 progress.step()
             replies = [reply for client in clients for reply in await client]
-        await asyncio.sleep(1.0)  # the next counters
-        names = "preemptions", "recomputed_tokens", "swapped_out_blocks", "swapped_in_blocks"
-        counts = [int(await metric(session, url, f"{name}_total")) for name in names]
+        work = await work_done(session, url)
     failed = [reply for reply in replies if not reply.finished]
     print(
         f"{options.rows} rows of up to {options.context} tokens in a pool of {options.pool_contexts} contexts, "
-        f"{options.kv_shortage}, {options.seconds:g} s: {len(replies)} requests, {len(failed)} failed; {counts[0]} "
-        f"preemptions, {counts[1]} tokens recomputed, {counts[2]} blocks out, {counts[3]} in"
+        f"{options.kv_shortage}, {options.seconds:g} s: {len(replies)} requests, {len(failed)} failed; {work}"
     )
     for reply in failed[:5]:
         print(f"  status {reply.status}: {reply.error}")

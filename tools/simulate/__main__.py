@@ -1,6 +1,7 @@
 """`python -m tools.simulate`: the scheduler without a device. See docs/simulate.md."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -16,12 +17,13 @@ from tools.simulate.costs import DEFAULT_COST, CostError, StepCost, parse_cost
 from tools.simulate.page import page
 from tools.simulate.replay import cost_from_log, replay, trace_from_log
 from tools.simulate.report import latency_rows, summary_rows
-from tools.simulate.settings import UsageError, Variant, build_parser, variants
+from tools.simulate.settings import UsageError, Variant, build_parser, check_replay_options, variants
 from tools.simulate.simulator import Run, Setup, Simulation, SimulationError
 from tools.simulate.summary import Slo, Summary, latencies_of, summarize
 from tools.simulate.table import render
 from tools.simulate.traces import TraceError, TraceRequest, infinite_cache_hits, read_trace, scaled_rate
 
+_SIGPIPE_STATUS = 141  # what a shell shows for a program that SIGPIPE has ended
 _QUIET_SECONDS = 2.0  # what takes longer says how far it is
 
 
@@ -44,12 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     try:
-        if arguments.replay is not None:
-            return _replay(arguments)
-        trace = _read(arguments)
-        if arguments.cache_study:
-            return _study(arguments, trace)
-        return _simulate(arguments, trace)
+        status = _run(parser, arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Whoever read (`| head`) has seen enough; what is still buffered goes nowhere, or the exit would complain too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _SIGPIPE_STATUS
     except (TraceError, EventLogError, CostError, ConfigError, UsageError, SimulationError) as error:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
@@ -58,6 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 2
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if arguments.replay is not None:
+        check_replay_options(parser, arguments)
+        return _replay(arguments)
+    trace = _read(arguments)
+    if arguments.cache_study:
+        return _study(arguments, trace)
+    return _simulate(arguments, trace)
 
 
 def _slo(arguments: argparse.Namespace) -> Slo:

@@ -52,6 +52,8 @@ class Variant:
     host_blocks: int
 
 
+_REPLAY_OPTIONS = ("trace", "replay", "json", "slo_ttft_ms", "slo_tpot_ms")
+
 # Settings that can be swept beside the scheduler's.
 _SIZES = ("kv-blocks", "kv-tokens", "host-blocks")
 
@@ -127,6 +129,18 @@ def build_parser() -> argparse.ArgumentParser:
             metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.name.upper()
             group.add_argument(option.flag, dest=option.key, metavar=metavar, help=text)
     return parser
+
+
+def check_replay_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """UsageError that names the options which a replay cannot heed."""
+    flags = {option.key: option.flag for option in _SCHEDULER_OPTIONS}
+    useless = [
+        flags.get(name, "--" + name.replace("_", "-"))
+        for name, value in vars(arguments).items()
+        if name not in _REPLAY_OPTIONS and value != parser.get_default(name)
+    ]
+    if useless:
+        raise UsageError(f"{', '.join(useless)}: not with --replay, which runs what was recorded as it was recorded")
 
 
 def variants(arguments: argparse.Namespace) -> list[Variant]:

@@ -115,8 +115,8 @@ class Simulation:
         while True:
             arrival = trace[self._next].time if self._next < len(trace) else math.inf
             now = min(self._step_ends, arrival, self._wake)
-            if now == math.inf:
-                break
+            if now == math.inf or (arrival == math.inf and not self._steps and not self._core.requests):
+                break  # pins may still be there to expire
             if self._step_ends == now:
                 self._finish_step(now)
             elif arrival == now:

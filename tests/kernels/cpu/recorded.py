@@ -37,8 +37,9 @@ class Recorded:
             lambda batch, kv: backend.logits(op(backend.embed(table, batch), batch, kv), unit)
         )
 
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
-        return self._forward(batch, self.kv)
+    def run(self, batch: ForwardBatch, kv: NativeKV | None = None) -> torch.Tensor:
+        """On the pool `kv`, or one of its own."""
+        return self._forward(batch, kv or self.kv)
 
     def rows(self, ids: torch.Tensor, logits_rows: torch.Tensor | None = None) -> torch.Tensor:
         """The result for rows `ids` of the inputs, or for `logits_rows` of these; without attention."""

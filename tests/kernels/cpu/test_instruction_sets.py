@@ -11,6 +11,9 @@ from safetensors.torch import load_file
 
 from kernels.cpu.build import ISAS, BuildError, build, detect_isa
 
+from .recorded import evaluate, in_turn, linear, rms_norm
+from .test_native_ops import INTEGERS, random_weight
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 TESTS = Path(__file__).resolve().parent
 
@@ -40,9 +43,6 @@ def results() -> dict[str, torch.Tensor]:
 
     The inputs are whole numbers, whose squares have exact sums: fused or not, norms give the same bits and codes.
     """
-    from .recorded import evaluate, in_turn, linear, rms_norm
-    from .test_native_ops import INTEGERS, random_weight
-
     random = torch.Generator().manual_seed(0)
     found = {}
     for k in (32, 320):

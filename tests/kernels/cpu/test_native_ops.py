@@ -1,10 +1,10 @@
-"""Each op of the native backend against the oracle in float64, within what float32 sums allow, and its bits in any batch.
+"""Each op of the native backend against the oracle in float64, within what float32 allows, and its bits in any batch.
 
 Products of quantized weights are compared with exact sums over the same codes, which leaves float32 rounding only.
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from gpu_workers.batch import ForwardBatch
 from gpu_workers.weights.quantized import GROUP, QuantizedWeight
 from kernels import reference
 
-from .recorded import Op, Prepare, Recorded, evaluate, gated_linear, in_turn, linear, rms_norm
+from .recorded import Op, Prepare, Recorded, batch_of, evaluate, gated_linear, in_turn, linear, rms_norm
 
 # 25, or what the plugin `sanitized` makes of it
 EXAMPLES = settings(max_examples=settings.default.max_examples // 4, deadline=None)
@@ -100,7 +100,7 @@ def as_multiplied(x: torch.Tensor, terms: int) -> torch.Tensor:
 
 
 def sum_error(x: torch.Tensor, weight: LoadedWeight) -> torch.Tensor:
-    """Bound [R, N] of the rounding in sums of as many float32 products as there are inputs (Higham 2002, section 3.1)."""
+    """Bound [R, N] of the rounding in sums of as many float32 products as inputs (Higham 2002, section 3.1)."""
     return (weight.shape[1] + 8) * ULP * (x.double().abs() @ magnitudes(weight).T)
 
 
@@ -115,7 +115,7 @@ def assert_within(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Ten
 
 @EXAMPLES
 @given(kind=st.sampled_from(FLOATS), rows=row_counts, n=odd_sizes, k=odd_sizes, biased=st.booleans(), seed=seeds)
-@example(kind="float32", rows=41, n=960, k=576, biased=False, seed=0)
+@example(kind="float32", rows=49, n=960, k=576, biased=False, seed=0)
 @example(kind="bfloat16", rows=3, n=576, k=1536, biased=True, seed=0)
 def test_a_product_with_float_weights(kind: str, rows: int, n: int, k: int, biased: bool, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
@@ -145,12 +145,19 @@ def norm_source(k: int, random: torch.Generator) -> Prepare:
     biased=st.booleans(),
     seed=seeds,
 )
-@example(kind="int4", precise=False, source=norm_source, rows=41, n=192, groups=48, biased=False, seed=0)
+@example(kind="int4", precise=False, source=norm_source, rows=49, n=192, groups=48, biased=False, seed=0)
 @example(kind="int8", precise=True, source=gated_source, rows=3, n=576, groups=18, biased=True, seed=0)
 def test_a_product_with_quantized_weights(
-    kind: str, precise: bool, source, rows: int, n: int, groups: int, biased: bool, seed: int
+    kind: str,
+    precise: bool,
+    source: Callable[[int, torch.Generator], Prepare],
+    rows: int,
+    n: int,
+    groups: int,
+    biased: bool,
+    seed: int,
 ) -> None:
-    """Against exact sums over the codes that the inputs get; with two terms of them, also over the inputs themselves."""
+    """Against exact sums over the codes that the inputs get; with two terms of them, also over the inputs."""
     random = torch.Generator().manual_seed(seed)
     k = GROUP * groups
     inputs, before, weight = random_rows(rows, k, random), source(k, random), random_weight(kind, n, k, random)
@@ -213,9 +220,46 @@ def test_rows_of_products_have_the_same_bits_in_any_batch(kind: str, threads: in
     ]:
         expected = evaluate(inputs, in_turn(before, op), size)
         recorded = Recorded(inputs, in_turn(before, op), size, threads)
-        for rows in [*range(1, 14), 39, 40, 41, 80, 97, 150]:
+        for rows in [*range(1, 14), 47, 48, 49, 50, 97, 150]:
             ids = torch.randperm(150, generator=random)[:rows]
             assert torch.equal(recorded.rows(ids), expected[ids]), rows
+
+
+# --- extremes --------------------------------------------------------------------------------------------------------
+
+FOUND = pytest.mark.xfail(reason="found by this test, not yet mended: quantize_group in weight.cpp", strict=True)
+
+
+@pytest.fixture
+def casts(library: ctypes.CDLL) -> None:
+    """Skips where a NaN that becomes an int8 would end the process."""
+    if "portable-sanitized" in library._name:
+        pytest.skip("without vector instructions, codes of NaN are undefined")
+
+
+@FOUND
+@pytest.mark.parametrize("up", [-1e-3, -3e-3])
+def test_a_group_of_tiny_values_is_about_zero(up: float, casts: None) -> None:
+    """silu(-100) is some -1e-36, of which the float32 reciprocal overflows."""
+    random = torch.Generator().manual_seed(0)
+    gated = gated_linear(torch.cat([torch.eye(GROUP), up * torch.eye(GROUP)]), None, "silu")
+    product = linear(random_weight("int4", 8, GROUP, random))
+    actual = evaluate(torch.full((1, GROUP), -100.0), in_turn(gated, product), 8)
+    assert (actual.abs() < 1e-30).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(torch.nan, kind) for kind in KINDS]
+    + [pytest.param(torch.inf, kind, marks=FOUND if kind == "int8" else []) for kind in KINDS],
+)
+def test_what_is_no_number_stays_none(value: float, kind: str, casts: None) -> None:
+    """The sampler refuses NaN: a model that overflows must not go on with numbers that mean nothing."""
+    random = torch.Generator().manual_seed(0)
+    inputs = torch.ones(1, 2 * GROUP)
+    inputs[0, 3] = value
+    product = linear(random_weight(kind, 8, 2 * GROUP, random), precise=True)
+    assert evaluate(inputs, in_turn(norm_source(2 * GROUP, random), product), 8).isnan().all()
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------
@@ -329,8 +373,6 @@ def test_an_embedding_has_zeros_for_the_ids_of_other_ranks(
     unit = backend.load_linear(torch.eye(k), None)
     ids = torch.randint(first + n + 20, (rows,), generator=random)
     ids[0] = first + n - 1
-    from .recorded import batch_of
-
     batch, kv = batch_of(ids), backend.allocate_kv(1, 1, 8, 1, 8)
     actual = backend.compile(lambda batch, kv: backend.logits(backend.embed(table, batch, first), unit))(batch, kv)
     values = dequantized(weight) if not isinstance(weight, QuantizedWeight) else weight.dequantize().double()

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_workers.backends.torch_attention import PagedKV
-from gpu_workers.backends.torch_cpu import TorchCpuBackend
+from gpu_workers.backends import make_backend
 from gpu_workers.comm import Comm, LocalComm
 from gpu_workers.rows import PlanError
 from gpu_workers.runner import Runner
@@ -31,28 +30,37 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 class Pools:
     """A pool with a host tier, driven by the copies of plans alone; every block starts as random bits, NaN included."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, comm: Comm | None = None) -> None:
-        backend = TorchCpuBackend(dtype, deterministic=True)
-        self.kv: PagedKV = backend.allocate_kv(2, NUM_BLOCKS, 4, num_kv_heads=3, head_dim=6)
+    def __init__(self, kernels: str = "torch", dtype: str = "float32", comm: Comm | None = None) -> None:
+        backend = make_backend("cpu", dtype, 1, True, kernels)
+        self.kv = backend.allocate_kv(2, NUM_BLOCKS, 4, num_kv_heads=3, head_dim=6)
+        # [layers, blocks, ...], views of the pools' bytes
+        if kernels == "native":
+            self.parts = [torch.from_numpy(self.kv.pool)]
+        else:
+            self.parts = [pool.view(torch.uint8).transpose(1, 2) for pool in (self.kv.k, self.kv.v)]
         noise = torch.Generator().manual_seed(1)
-        for pool in (self.kv.k, self.kv.v):
-            pool.view(torch.uint8).random_(0, 256, generator=noise)
+        for part in self.parts:
+            part.random_(0, 256, generator=noise)
         host_kv = backend.allocate_host_kv(self.kv, NUM_HOST_BLOCKS)
         model = SimpleNamespace(arch=SimpleNamespace(vocab_size=9), backend=backend)
         self.runner = Runner(model, self.kv, NUM_BLOCKS, 4, 2, 16, comm or LocalComm(), host_kv, NUM_HOST_BLOCKS)
 
-    def block(self, index: int) -> tuple[bytes, bytes]:
+    def block(self, index: int) -> tuple[bytes, ...]:
         """K and V of all layers and heads."""
-        return tuple(bits(pool[:, :, index]).numpy().tobytes() for pool in (self.kv.k, self.kv.v))
+        return tuple(part[:, index].contiguous().numpy().tobytes() for part in self.parts)
+
+    def clear(self, index: int) -> None:
+        for part in self.parts:
+            part[:, index] = 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_block_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
-    pools = Pools(dtype)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_block_comes_back_bit_for_bit(dtype: str, kernels: str) -> None:
+    pools = Pools(kernels, dtype)
     before = [pools.block(index) for index in range(NUM_BLOCKS)]
     assert len(set(before)) == NUM_BLOCKS
     assert pools.runner.execute(plan(0, outs=[(1, 3), (5, 0)])) == StepResult(step=0, token_ids=b"")
-    pools.kv.k[:, :, 1] = pools.kv.v[:, :, 1] = 0
+    pools.clear(1)
     pools.runner.execute(plan(1, ins=[(3, 4), (0, 1)]))
     assert [pools.block(index) for index in range(NUM_BLOCKS)] == [
         before[0], before[5], before[2], before[3], before[1], before[5]
@@ -75,13 +83,13 @@ ids = st.integers(0, NUM_HOST_BLOCKS - 1) | st.integers(-1, NUM_BLOCKS)
 pairs = st.lists(st.tuples(ids, ids), max_size=3)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(pairs, pairs), min_size=1, max_size=6))
+@settings(max_examples=100, deadline=None)
+@given(plans=st.lists(st.tuples(pairs, pairs), min_size=1, max_size=6))
 def test_any_copies_are_carried_out_or_refused(
-    plans: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]],
+    kernels: str, plans: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]]
 ) -> None:
     """Against two dicts; a plan is refused exactly when an id is out of range or a block it writes is named again."""
-    pools = Pools()
+    pools = Pools(kernels)
     device = {index: pools.block(index) for index in range(NUM_BLOCKS)}
     host = dict.fromkeys(range(NUM_HOST_BLOCKS), tuple(bytes(len(part)) for part in device[0]))
     for step, (outs, ins) in enumerate(plans):
@@ -161,10 +169,10 @@ def test_a_failing_step_waits_for_its_copies() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_request_that_was_swapped_out_and_in_has_the_same_logits(dtype: str, tmp_path: Path) -> None:
+def test_a_request_that_was_swapped_out_and_in_has_the_same_logits(dtype: str, kernels: str, tmp_path: Path) -> None:
     """A real model: blocks go out beside another request's decode, are overwritten by its prefill, and come back."""
     save_tiny(tmp_path)
-    model = load_tiny(tmp_path, dtype)
+    model = load_tiny(tmp_path, dtype, kernels=kernels)
     draw = random.Random(4)
     prompt = [draw.randrange(131) for _ in range(70)]
     other = [draw.randrange(131) for _ in range(79)]

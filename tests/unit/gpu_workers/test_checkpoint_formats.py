@@ -34,11 +34,13 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
     ],
     ids=str,
 )
-def test_gguf_and_safetensors_of_one_model_give_the_same_logits(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_gguf_and_safetensors_of_one_model_give_the_same_logits(
+    settings: dict[str, Any], kernels: str, tmp_path: Path
+) -> None:
     oracle = save_tiny(tmp_path / "hf", **{**SIZES, **settings})
     save_gguf(oracle, tmp_path / "tiny.gguf")
-    actual = load_tiny(tmp_path / "tiny.gguf")
-    expected = load_tiny(tmp_path / "hf")
+    actual = load_tiny(tmp_path / "tiny.gguf", kernels=kernels)
+    expected = load_tiny(tmp_path / "hf", kernels=kernels)
     assert actual.arch.num_parameters == expected.arch.num_parameters == oracle.num_parameters()
     assert torch.equal(whole_logits(actual, TOKENS), whole_logits(expected, TOKENS))
 

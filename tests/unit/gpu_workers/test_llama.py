@@ -52,29 +52,32 @@ def tokens_of(seed: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_transformers(variant: str, kernels: str, tmp_path: Path) -> None:
     oracle = save_tiny(tmp_path, **VARIANTS[variant])
     tokens = tokens_of(0, 150)
     with torch.no_grad():
         expected = oracle(torch.tensor([tokens])).logits[0]
-    torch.testing.assert_close(whole_logits(load_tiny(tmp_path), tokens), expected, rtol=0, atol=1e-4)
+    actual = whole_logits(load_tiny(tmp_path, kernels=kernels), tokens)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
-def test_dynamic_rope_is_that_of_the_served_length(tmp_path: Path) -> None:
+def test_dynamic_rope_is_that_of_the_served_length(kernels: str, tmp_path: Path) -> None:
     """transformers recomputes the frequencies as a sequence grows; we use those of the longest one from the start."""
     oracle = save_tiny(tmp_path, **VARIANTS["dynamic"])
     tokens = tokens_of(0, 400)
     with torch.no_grad():
         expected = oracle(torch.tensor([tokens])).logits[0]
-    actual = whole_logits(load_tiny(tmp_path, max_length=400), tokens)
+    actual = whole_logits(load_tiny(tmp_path, max_length=400, kernels=kernels), tokens)
     torch.testing.assert_close(actual, expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", ["gqa3", "gqa8", "odd_width", "qwen2"])
-def test_chunks_decoding_and_company_do_not_change_a_bit(variant: str, dtype: str, tmp_path: Path) -> None:
+def test_chunks_decoding_and_company_do_not_change_a_bit(
+    variant: str, dtype: str, kernels: str, tmp_path: Path
+) -> None:
     save_tiny(tmp_path, **VARIANTS[variant])
-    model = load_tiny(tmp_path, dtype)
+    model = load_tiny(tmp_path, dtype, kernels=kernels)
     tokens = tokens_of(1, 201)
     expected = whole_logits(model, tokens)
     for seed in range(4):
@@ -102,9 +105,9 @@ def test_chunks_decoding_and_company_do_not_change_a_bit(variant: str, dtype: st
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 24, 128])
-def test_any_block_size_gives_the_same_logits(block_size: int, tmp_path: Path) -> None:
+def test_any_block_size_gives_the_same_logits(block_size: int, kernels: str, tmp_path: Path) -> None:
     save_tiny(tmp_path)
-    model = load_tiny(tmp_path)
+    model = load_tiny(tmp_path, kernels=kernels)
     tokens = tokens_of(2, 140)
     table = random.Random(0).sample(range(150), -(-140 // block_size))
     kv = model.allocate_kv(150, block_size)
@@ -113,9 +116,9 @@ def test_any_block_size_gives_the_same_logits(block_size: int, tmp_path: Path) -
     torch.testing.assert_close(torch.cat((prefill, last)), whole_logits(model, tokens), rtol=0, atol=1e-5)
 
 
-def test_only_the_wanted_rows_are_returned(tmp_path: Path) -> None:
+def test_only_the_wanted_rows_are_returned(kernels: str, tmp_path: Path) -> None:
     save_tiny(tmp_path)
-    model = load_tiny(tmp_path)
+    model = load_tiny(tmp_path, kernels=kernels)
     tokens = tokens_of(3, 30)
     batch = make_batch([(tokens, 0, [1, 0])])
     expected = whole_logits(model, tokens)

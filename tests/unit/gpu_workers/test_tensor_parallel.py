@@ -20,24 +20,33 @@ from pathlib import Path
 from safetensors.torch import save_file
 from gpu_workers.comm import make_comm
 from tests.unit.gpu_workers.tiny import load_tiny, whole_logits
-rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+rank, port, model, out, kernels = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5]
 comm = make_comm(rank, 2, port, timeout=60)
-save_file({"logits": whole_logits(load_tiny(model, comm=comm), list(range(0, 130, 3))).contiguous()}, out)
+model = load_tiny(model, comm=comm, kernels=kernels)
+save_file({"logits": whole_logits(model, list(range(0, 130, 3))).contiguous()}, out)
 comm.close()
 """
 
 
-@pytest.mark.parametrize("settings", [{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}])
-def test_two_ranks_compute_what_one_does(settings: dict[str, bool], tmp_path: Path) -> None:
+BIASED_AND_TIED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "settings"),
+    [("native", {}), ("native", BIASED_AND_TIED), ("torch", BIASED_AND_TIED)],
+    ids=str,
+    indirect=["kernels"],
+)
+def test_two_ranks_compute_what_one_does(settings: dict[str, bool], kernels: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, **settings)  # a vocabulary of 131 does not divide by 2
-    expected = whole_logits(load_tiny(tmp_path), TOKENS)
+    expected = whole_logits(load_tiny(tmp_path, kernels=kernels), TOKENS)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     outs = [tmp_path / f"{rank}.out" for rank in range(2)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(port), str(tmp_path), str(outs[rank])],
+            [sys.executable, "-c", RANK, str(rank), str(port), str(tmp_path), str(outs[rank]), kernels],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         for rank in range(2)

@@ -1,5 +1,6 @@
 """The core and a fake worker with a clock in between, driven step by step by the tests."""
 
+import math
 from collections import deque
 from typing import Any
 
@@ -19,6 +20,7 @@ from scheduler_proc.events import (
     EngineLost,
     EngineReady,
     Event,
+    GiveUpRanks,
     PeerLost,
     SendPlan,
     StepDone,
@@ -48,6 +50,7 @@ class Engine:
         num_host_blocks: int = 0,
         batching: Batching = "continuous",
         cost_model: CostModel | None = None,
+        hang_timeout: float = math.inf,
         **settings: Any,
     ) -> None:
         config = SchedulerConfig(
@@ -65,11 +68,13 @@ class Engine:
             num_host_blocks=num_host_blocks,
             batching=batching,
             cost_model=cost_model,
+            hang_timeout=hang_timeout,
         )
         self.new_worker = lambda: FakeWorker(num_blocks, block_size, max_seqs, num_host_blocks)
         self.worker = self.new_worker()
         self.seconds = lambda plan: 0.01  # how long a step takes
         self.wake_at: float | None = None
+        self.given_up: list[GiveUpRanks] = []
         self.plans: deque[StepPlan] = deque()
         self.sent: list[StepPlan] = []
         self.time = 0.0
@@ -96,6 +101,9 @@ class Engine:
             return
         if isinstance(command, WakeAt):
             self.wake_at = command.time
+            return
+        if isinstance(command, GiveUpRanks):
+            self.given_up.append(command)
             return
         assert command.peer == PEER
         plain_tokens = unpack_ints(command.outputs.plain_tokens)
@@ -139,7 +147,7 @@ class Engine:
     def step(self) -> bool:
         """The device finishes its oldest step, or an idle engine waits as it asked; False when it has nothing to do."""
         if not self.plans:
-            if self.wake_at is None:
+            if self.wake_at is None or not self.core.requests:
                 return False
             self.time = max(self.time, self.wake_at)
             self.handle(Tick(self.time))
@@ -151,15 +159,23 @@ class Engine:
         self.handle(StepDone(self.time, msgspec.structs.replace(result, forward_us=int(seconds * 1e6))))
         return True
 
+    def wait(self, seconds: float) -> None:
+        """Time passes in which the device answers nothing; the core is woken when it asked for that."""
+        end = self.time + seconds
+        while self.wake_at is not None and self.wake_at <= end:
+            self.time = max(self.time, self.wake_at)
+            self.handle(Tick(self.time))
+        self.time = end
+
     def abort(self, request_id: int) -> None:
         if request_id not in self.ends:
             self.silenced.add(request_id)
         self.handle(Aborted(self.time, PEER, (request_id,)))
 
-    def stop(self, request_id: int, num_tokens: int) -> None:
+    def stop(self, request_id: int) -> None:
         if request_id not in self.ends:
             self.silenced.add(request_id)
-        self.handle(Stopped(self.time, PEER, request_id, num_tokens))
+        self.handle(Stopped(self.time, PEER, request_id))
 
     def lose_peer(self) -> None:
         self.silenced.update(set(self.submitted) - set(self.ends))

@@ -1,11 +1,15 @@
 """Predicted TTFT: by hand, and more ahead never means earlier."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_proc.admission import TtftPredictor, retry_after
+from ipc.codec import unpack_ints
+from scheduler_proc.admission import Outages, TtftPredictor, retry_after
 from scheduler_proc.cost_model import CostModel
+from tests.unit.scheduler_proc.engine import Engine
 
 # A step takes 0.5 s, a prefill token 1/64 s, a decode row 1/8 s; context is free.
 SIMPLE = (0.5, 1 / 64, 1 / 8, 0.0, 0.0)
@@ -70,6 +74,9 @@ class TestByHand:
         # With 12 rows a step takes 2 s now: 16 tokens take 32 s.
         assert predict(predictor, own=1, running=12, free_rows=0) == 32 / 12 + (2.0 + 1 / 64)
 
+    def test_what_nothing_can_start_before_comes_on_top(self) -> None:
+        assert predict(make(), delay=4) == 4.0 + 0.5 + 1.0
+
     def test_nobody_is_refused_on_ignorance(self) -> None:
         predictor = TtftPredictor(CostModel(), 64, None)
         assert predict(predictor, own=10**6, tokens_ahead=10**9, requests_ahead=10**6, free_rows=-5) == 0
@@ -85,9 +92,92 @@ def test_stays_are_averaged_over_some_32_requests() -> None:
     assert stay == pytest.approx(20 - 10 * (1 - 1 / 32) ** 32)
 
 
-@pytest.mark.parametrize(("predicted", "seconds"), [(1.01, 1), (1.0, 1), (2.0, 1), (2.5, 2), (11.0, 10), (11.01, 11)])
+@pytest.mark.parametrize(
+    ("predicted", "seconds"), [(1.01, 1), (1.0, 1), (2.0, 1), (2.5, 2), (11.0, 10), (11.01, 11), (900.0, 60)]
+)
 def test_retry_after_is_the_excess_in_whole_seconds(predicted: float, seconds: int) -> None:
     assert retry_after(predicted, 1.0) == seconds
+
+
+def test_an_outage_is_expected_to_take_as_long_as_the_one_before() -> None:
+    outages = Outages()
+    assert outages.left(0.0) == 0
+    outages.begin(1.0)  # the start
+    assert outages.left(2.0) == 0, "nothing is known yet"
+    outages.end(9.0)
+    assert outages.left(10.0) == 0, "there is none"
+    outages.begin(20.0)
+    outages.begin(21.0)
+    assert outages.left(22.0) == 6.0
+    assert outages.left(40.0) == 0
+    outages.end(50.0)
+    outages.begin(60.0)
+    assert outages.left(60.0) == 30.0
+
+
+class TestOfTheCore:
+    """Steps take 0.5 s and 1/64 s for each prompt token, as the model knows; a request of 64 tokens alone 1.5 s."""
+
+    def engine(self, **settings: Any) -> Engine:
+        cost_model = CostModel.from_coefficients((0.5, 1 / 64, 0.0, 0.0, 0.0))
+        engine = Engine(num_blocks=400, max_seqs=4, max_step_tokens=64, cost_model=cost_model, **settings)
+        engine.seconds = lambda plan: 0.5 + sum(unpack_ints(plan.scheduled)[2::4]) / 64
+        return engine
+
+    def refused(self, engine: Engine, target: float) -> bool:
+        number = len(engine.submitted)
+        engine.submit(number, [number % 40 + 1] * 64, 1, stops=(), ttft_target_ms=target * 1e3)
+        return number in engine.failures
+
+    def test_waiting_for_a_batch_counts(self) -> None:
+        engine = self.engine(batch_wait_ms=2000.0)
+        assert self.refused(engine, 3.4)
+        assert not self.refused(engine, 3.6)
+        engine.time += 1.5  # it is the first one's wait that counts
+        assert self.refused(engine, 0.4 + 3.0)
+        assert not self.refused(engine, 0.6 + 3.0)
+        engine.run_to_idle()
+
+    def test_a_batch_that_becomes_full_does_not_wait(self) -> None:
+        engine = self.engine(batch_wait_ms=100_000.0)
+        for _ in range(3):
+            self.refused(engine, 1000.0)
+        assert not self.refused(engine, 4 * 1.5 + 0.1)
+        engine.run_to_idle()
+
+    def test_ranks_that_are_missing_count(self) -> None:
+        engine = self.engine()
+        engine.lose_engine()
+        engine.time += 20.0
+        engine.recover()
+        engine.submit(0, [1] * 64, 5, stops=())
+        engine.step()
+        engine.lose_engine()
+        engine.time += 5.0
+        # 15 s until the ranks are back; then prompt and first token of the one that ran are computed again.
+        assert self.refused(engine, 15.0 + 2 * 1.5)
+        assert not self.refused(engine, 15.0 + 3 * 1.5)
+        engine.recover()
+        engine.run_to_idle()
+
+    def test_a_full_queue_says_when_it_has_drained(self) -> None:
+        engine = self.engine(max_queue_requests=6)
+        engine.lose_engine()
+        for number in range(6):
+            engine.submit(number, [number + 1] * 64, 1, stops=())
+        engine.submit(6, [9] * 10, 1, stops=())
+        assert (engine.failures[6].code, engine.failures[6].retry_after) == ("queue_full", 9)  # 6 x 1.5 s
+        engine.recover()
+        engine.run_to_idle()
+
+    def test_a_full_queue_of_which_nothing_is_known_says_a_second(self) -> None:
+        engine = Engine(max_queue_tokens=20)
+        engine.lose_engine()
+        engine.submit(0, [1] * 20, 1, stops=())
+        engine.submit(1, [1], 1, stops=())
+        assert (engine.failures[1].code, engine.failures[1].retry_after) == ("queue_full", 1)
+        engine.recover()
+        engine.run_to_idle()
 
 
 coefficients = st.tuples(*(st.sampled_from([0.0, 0.5 * scale, scale]) for scale in (4e-3, 2e-4, 5e-4, 4e-7, 2e-8)))

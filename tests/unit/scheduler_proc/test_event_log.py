@@ -136,7 +136,7 @@ class Recorded:
             self.handle(Aborted(self.advance(), peer, (request_id, 12_345)))
         elif action == "stop":
             peer, request_id = self.live()
-            self.handle(Stopped(self.advance(), peer, request_id, 1))
+            self.handle(Stopped(self.advance(), peer, request_id))
         elif action == "peer":
             self.handle(PeerLost(self.advance(), self.random.choice(PEERS)))
         elif action == "lost" and self.ready:

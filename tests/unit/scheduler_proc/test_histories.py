@@ -6,6 +6,7 @@ history has a number: `play(random.Random(number))` is the same history each tim
     python -m tests.unit.scheduler_proc.test_histories 4711
 """
 
+import math
 import random
 import sys
 from collections.abc import Sequence
@@ -55,6 +56,7 @@ def random_shape(rng: random.Random) -> dict[str, Any]:
         "max_long_prefills": rng.randint(1, 3),
         "long_step_share": rng.choice([0.1, 0.5, 1.0]),
         "long_pool_share": rng.choice([0.1, 0.5, 1.0]),
+        "hang_timeout": rng.choice([math.inf, 0.5]),
     }
 
 
@@ -91,7 +93,8 @@ def play(rng: random.Random, actions: int = 50) -> Engine:
     burst = rng.choice([1, 1, 4])
     for _ in range(actions):
         kind = rng.choices(
-            ["submit", "step", "abort", "stop", "peer", "lose", "recover", "wrong"], [30, 45, 6, 4, 1, 2, 6, 2]
+            ["submit", "step", "abort", "stop", "peer", "lose", "recover", "wrong", "wait"],
+            [30, 45, 6, 4, 1, 2, 6, 2, 3],
         )[0]
         if kind == "submit":
             for _ in range(rng.randint(1, burst)):
@@ -103,7 +106,7 @@ def play(rng: random.Random, actions: int = 50) -> Engine:
         elif kind == "abort" and count:
             engine.abort(rng.randrange(count))
         elif kind == "stop" and count:
-            engine.stop(rng.randrange(count), rng.randint(0, 5))
+            engine.stop(rng.randrange(count))
         elif kind == "peer":
             engine.lose_peer()
         elif kind == "lose" and engine.core.engine_ready:
@@ -112,6 +115,11 @@ def play(rng: random.Random, actions: int = 50) -> Engine:
             engine.recover()
         elif kind == "wrong" and engine.plans:
             wrong_result(engine, rng)
+        elif kind == "wait":
+            engine.wait(rng.choice([0.01, 0.1, 1.0]))
+            if engine.given_up:  # as the shell does it
+                engine.given_up.clear()
+                engine.lose_engine()
     if not engine.core.engine_ready:
         engine.recover()
     engine.run_to_idle()

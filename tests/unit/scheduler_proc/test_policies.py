@@ -14,7 +14,7 @@ from config.schema import PolicyName, SchedulerConfig
 from ipc.messages import SamplingSpec, Submit
 from scheduler_proc.policies import make_policy
 from scheduler_proc.policies.base import Policy
-from scheduler_proc.policies.fair import QUANTUM
+from scheduler_proc.policies.fair import QUANTUM, DeficitRoundRobin
 from scheduler_proc.policies.longest_prefix import WINDOW
 from scheduler_proc.request import Request
 
@@ -412,6 +412,67 @@ class TestFairShares:
         for order in range(21, 25):
             policy.add(make_request(order, tenant="b", prompt=QUANTUM))
         assert [order >= 21 for order in start_order(policy)[:6]] in ([True, False] * 3, [False, True] * 3)
+
+    def test_tenants_that_went_are_forgotten_once_they_owe_nothing(self) -> None:
+        policy = make("fair")
+        assert isinstance(policy, DeficitRoundRobin)
+        policy.add(make_request(0, tenant="stays", prompt=QUANTUM))
+        debts = []
+        for order in range(1, 2001):
+            policy.add(make_request(10_000 + order, tenant="stays", prompt=QUANTUM))
+            visitor = make_request(order, tenant=f"visitor {order}", prompt=QUANTUM)
+            policy.add(visitor)
+            while (request := policy.first(0.0, True)) is not visitor:
+                assert request is not None
+                start(policy, request)
+            start(policy, visitor)
+            visitor.num_planned += 3 * QUANTUM
+            policy.served(visitor, 3 * QUANTUM)
+            debts.append(policy.num_debtors)
+        assert max(debts) <= 8, "each owes three rounds"
+
+    def test_a_debt_is_not_lost_by_going_and_is_worked_off_in_as_many_rounds(self) -> None:
+        policy = make("fair")
+        for order in range(100, 140):
+            policy.add(make_request(order, tenant="ab"[order % 2], prompt=QUANTUM))
+        first = make_request(0, tenant="debtor", prompt=QUANTUM)
+        policy.add(first)
+        while (request := policy.first(0.0, True)) is not first:
+            assert request is not None
+            start(policy, request)
+        start(policy, first)
+        first.num_planned += 6 * QUANTUM
+        policy.served(first, 6 * QUANTUM)
+        for _ in range(4):  # two rounds pass without it
+            request = policy.first(0.0, True)
+            assert request is not None
+            start(policy, request)
+        again = make_request(1, tenant="debtor", prompt=QUANTUM)
+        policy.add(again)
+        # Four rounds of a and b for the rest of its debt, and in the fifth it has its turn.
+        assert start_order(policy).index(1) in (8, 9, 10)
+
+    def test_turns_are_few_however_many_tenants_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        turns = 0
+        pass_turn = DeficitRoundRobin._pass_turn
+
+        def counted(policy: DeficitRoundRobin) -> None:
+            nonlocal turns
+            turns += 1
+            pass_turn(policy)
+
+        monkeypatch.setattr(DeficitRoundRobin, "_pass_turn", counted)
+        policy = make("fair")
+        for order in range(2000):
+            policy.add(make_request(order, tenant=f"{order % 500}", prompt=QUANTUM))
+        assert len(start_order(policy)) == 2000
+        assert turns <= 2000
+        # One round without a start, then as many as it takes at once.
+        for order in range(500):
+            policy.add(make_request(order, tenant=f"{order}", prompt=1000 * QUANTUM))
+        turns = 0
+        assert len(start_order(policy)) == 500
+        assert turns <= 3 * 500
 
     def test_an_idle_engine_forgives(self) -> None:
         """What a tenant used while nobody waited, or before the queue was last empty, is not held against it."""

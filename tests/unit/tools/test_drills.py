@@ -1,14 +1,18 @@
-"""What the drills compute from the times they noted; the servers are not started here."""
+"""What the drills compute from the times they noted, and what they say of a server that fails."""
 
+import asyncio
+import re
 import subprocess
 import sys
+import tempfile
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from tools.drills.itl import _longest_gap
-from tools.drills.server import Reply
+from tools.drills.kv import kv_plan
+from tools.drills.server import Reply, server
 from tools.drills.slo import _is_good, read_trace
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -52,3 +56,54 @@ def test_help_names_every_drill() -> None:
     command = [sys.executable, "-m", "tools.drills", "--help"]
     text = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     assert all(name in text for name in ("itl", "slo", "shortage", "soak"))
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def start() -> None:
+        async with server(str(tmp_path / "none.gguf")):
+            raise AssertionError("it has started")
+
+    with pytest.raises(SystemExit) as ended:
+        asyncio.run(start())
+    message = str(ended.value)
+    assert "the server did not start" in message
+    assert re.search(r"^  error: .*none\.gguf", message, re.MULTILINE)
+
+
+def test_a_server_that_dies_leaves_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\necho ready http://localhost:1\nseq 1000 >&2\necho no more memory >&2\nexit 3\n")
+    fake.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(fake))
+
+    async def run() -> None:
+        async with server("any") as url:
+            assert url == "http://localhost:1"
+            await asyncio.sleep(1)
+
+    asyncio.run(run())
+    error = capsys.readouterr().err
+    assert "the server died, with exit status 3" in error
+    assert error.endswith("  1000\n  no more memory\n")
+    assert "  900\n" not in error
+    [kept] = re.findall(r"the end of (\S+):", error)
+    assert Path(kept).read_text().startswith("1\n2\n")
+
+
+def test_the_kv_of_a_token_is_what_the_launcher_plans(model_path: Path) -> None:
+    command = [sys.executable, "-m", "launch", "--model", str(model_path), "--kv-memory", "64MiB", "--plan"]
+    text = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    blocks, size = re.findall(r"([\d,]+) blocks of (\d+) tokens", text)[0]
+    plan = kv_plan(str(model_path))
+    assert plan.block_size == int(size)
+    assert int(blocks.replace(",", "")) == (64 << 20) // plan.block_bytes
+
+
+def test_kv_of_a_model_that_is_not_there_is_a_message(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"--model .*none"):
+        kv_plan(str(tmp_path / "none.gguf"))

@@ -128,6 +128,32 @@ def test_a_replay_that_differs_fails(trace: Path, tmp_path: Path, capsys: pytest
     assert "first difference: event " in capsys.readouterr().out
 
 
+def test_a_replay_refuses_by_name_what_it_would_not_heed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--html", "page.html", "--limit", "5", "--cache-study", "--no-prefix-cache", "--max-seqs", "3"]
+    assert main(["--replay", str(tmp_path / "any"), *flags]) == 2
+    error = capsys.readouterr().err
+    for flag in ("--html", "--limit", "--cache-study", "--prefix-cache", "--max-seqs"):
+        assert flag in error
+    assert "not with --replay" in error
+    assert error.count("\n") == 1
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(trace: Path, tmp_path: Path) -> None:
+    log = tmp_path / "events.log"
+    assert main(["--trace", str(trace), *FAST, "--event-log", str(log)]) == 0
+    with subprocess.Popen(
+        [sys.executable, "-m", "tools.simulate", "--replay", str(log)],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
 def test_the_cache_study_prints_each_policy(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--trace", str(trace), "--cache-study", "--kv-blocks", "30", "--json", str(tmp_path / "s.json")]) == 0
     out = capsys.readouterr().out

@@ -1,0 +1,96 @@
+"""The engine benchmark counts the work of a step, and its times add up."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels.cpu.build import find_compiler
+from tests.conftest import REPOSITORY
+from tests.unit.gpu_workers.tiny import save_tiny
+from tools.bench_engine import __main__ as bench_engine
+
+LAYERS, HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3, 48, 112, 6, 2, 8, 131
+# rows and columns of a layer's weights; the MLP's gated one has its halves padded to a multiple of 32 rows
+LAYER_VALUES = 80 * HIDDEN + HIDDEN * 48 + 256 * HIDDEN + HIDDEN * FFN
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    save_tiny(path, max_position_embeddings=512)
+    return path
+
+
+def run_tool(model: Path, written: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    command = [sys.executable, "-m", "tools.bench_engine", "--model", str(model), "--json", str(written), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done, json.loads(written.read_text())
+
+
+def check_times(result: dict[str, Any]) -> None:
+    times = result["times"]
+    assert times["steps"] >= 3
+    assert 0 < times["kernels"] < times["interval"]
+    assert 0 < times["outside"] < 1
+    assert min(times["prepare"], times["sample"]) >= 0
+    assert result["tokens_per_second"] == pytest.approx(result["tokens"] / times["interval"])
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+def test_native_steps_are_compared_with_the_limits(tiny: Path, tmp_path: Path) -> None:
+    arguments = ["--kernels", "native", "--seconds", "0.02", "--threads", "2", "--context", "20"]
+    done, content = run_tool(tiny, tmp_path / "results.json", *arguments, "--prefill", "40,64", "--decode", "1,3")
+    assert content["kernels"] == "native"
+    results = {(result["phase"], result["tokens"]): result for result in content["results"]}
+    assert list(results) == [("prefill", 40), ("prefill", 64), ("decode", 1), ("decode", 3)]
+    for result in results.values():
+        check_times(result)
+        assert result["fraction"] > 0
+        assert result["int8_operations"] == 0
+    # a step of 64 prompt tokens, the last of which is sampled from; each sees itself and those before
+    prefill = results["prefill", 64]
+    products = 2 * (64 * LAYERS * LAYER_VALUES + VOCABULARY * HIDDEN)
+    attention = 4 * LAYERS * HEADS * HEAD_DIM * (64 * 65 // 2)
+    assert prefill["float32_operations"] == products + attention
+    # float32 weights, whose panels have 16 rows, and keys and values of three contexts
+    decode = results["decode", 3]
+    weights = 4 * (LAYERS * LAYER_VALUES + 144 * HIDDEN)
+    kv = 4 * 2 * LAYERS * KV_HEADS * HEAD_DIM * 3 * decode["context"]
+    assert decode["num_bytes"] == pytest.approx(weights + kv)
+    assert decode["context"] > 20
+    rows = [line.split()[:2] for line in done.stdout.splitlines() if line.startswith(("prefill", "decode"))]
+    assert rows == [["prefill", "40"], ["prefill", "64"], ["decode", "1"], ["decode", "3"]]
+
+
+def test_torch_steps_have_times_only(tiny: Path, tmp_path: Path) -> None:
+    arguments = ["--kernels", "torch", "--seconds", "0.02", "--threads", "1", "--context", "20"]
+    _, content = run_tool(tiny, tmp_path / "results.json", *arguments, "--prefill", "", "--decode", "2")
+    assert content["kernels"] == "torch"
+    assert content["limits"] is None
+    (result,) = content["results"]
+    check_times(result)
+    assert result["fraction"] is None
+
+
+def test_what_cannot_be_measured_is_named(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_engine.main(["--model", str(tiny), "--prefill", "600"]) == 2
+    assert "--prefill" in capsys.readouterr().err
+    assert bench_engine.main(["--model", str(tiny / "none")]) == 2
+    assert "no such directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("--prefill", "0"), ("--decode", "x"), ("--decode", "5000"), ("--context", "0")]
+)
+def test_impossible_numbers_are_refused_by_name(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        bench_engine.main(["--model", "x", name, value])
+    assert stopped.value.code == 2
+    assert name in capsys.readouterr().err.splitlines()[-1]

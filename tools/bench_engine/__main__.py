@@ -1,0 +1,214 @@
+"""How fast the engine is in this process, without sockets: prefill, decode, and where the time of a step goes."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from config.arch import read_arch
+from gpu_workers.comm import LocalComm
+from gpu_workers.models import model_class
+from gpu_workers.models.llama import LlamaModel
+from gpu_workers.weights.loader import open_source
+from gpu_workers.weights.source import Weights
+from ipc.control import StartError
+from kernels.cpu.build import BuildError
+from tools.bench_engine.measured import MeasuredBackend, make_measured_backend
+from tools.bench_engine.steps import BLOCK_SIZE, MOST_STEPS, Steps, StepTimes, attention_operations, kv_bytes
+from tools.bench_kernels.command import check_common, machine_line, say, write_json
+from tools.bench_kernels.limits import Limits, measure_limits, usable_cores
+from tools.simulate.table import render
+
+_EPILOG = """\
+prefill: prompts of random tokens, each in one step, as with a --prefill-chunk of that length. decode: steps of so many
+requests that started with prompts of --context tokens. Plans are made beforehand and nothing is sent: what scheduler,
+tokenizer and HTTP add is not in these numbers. All values are medians of single steps.
+
+outside   1 - time in the native kernels / time between the starts of two steps (of a prefill: the step's duration)
+prepare, forward, sample, rest   the step's parts in us: index arithmetic; the model, native kernels included; the next
+          tokens; and what the runner does besides
+limit     the time that the work takes at the limits of the machine, measured by the probes of tools.bench_kernels in
+          the same run, over the time measured: that of the bytes of weights and KV, or that of the operations (two for
+          a multiply-add, at the rates of float32 and int8; inputs of two terms count twice), whichever is longer; by
+          says which
+
+  python -m tools.bench_engine --model models/SmolLM2-135M-Instruct.Q4_1.gguf
+  python -m tools.bench_engine --model DIR --quantization none --dtype bfloat16 --decode 1,64 --prefill 512
+"""
+_HEADER = ["ms", "tok/s", "outside", "prepare", "forward", "sample", "rest", "limit", "by"]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of steps with so many tokens. The work is None where the kernels are torch's, which tell nothing of it."""
+
+    phase: str  # "prefill" or "decode"
+    tokens: int
+    context: float  # mean, at the end of the steps
+    times: StepTimes
+    tokens_per_second: float
+    num_bytes: float | None = None
+    float32_operations: float | None = None
+    int8_operations: float | None = None
+    fraction: float | None = None  # of the limit that binds
+    bound: str | None = None
+
+    @property
+    def row(self) -> tuple[str, list[str]]:
+        times = self.times
+        parts = (times.prepare, times.forward, times.sample, times.rest)
+        return f"{self.phase} {self.tokens}", [
+            f"{times.interval * 1e3:.2f}",
+            f"{self.tokens_per_second:.0f}",
+            f"{times.outside:.1%}",
+            *(f"{part * 1e6:.0f}" for part in parts),
+            "-" if self.fraction is None else f"{self.fraction:.2f}",
+            self.bound or "-",
+        ]
+
+
+def load_model(
+    path: Path, kernels: str, dtype: str, threads: int, quantized: bool, progress: Callable[[str], None]
+) -> LlamaModel:
+    """The model in this process, alone; StartError or ValueError when it can't be loaded."""
+    arch = read_arch(path)
+    backend = make_measured_backend(kernels, dtype, threads, quantized, progress)
+    weights = Weights(open_source(path), lambda fraction: None)
+    return model_class(arch.family)(arch, None, weights, backend, LocalComm())
+
+
+class Bench:
+    """Measures one model; `limits` are None where the kernels are torch's."""
+
+    def __init__(self, model: LlamaModel, steps: Steps, limits: Limits | None, seconds: float) -> None:
+        self._model = model
+        self._steps = steps
+        self._limits = limits
+        self._seconds = seconds
+
+    def prefill(self, tokens: int) -> Result:
+        times = self._steps.prefill(tokens, self._seconds)
+        positions = tokens * (tokens + 1) / 2  # causal: each query sees those up to itself
+        return self._result("prefill", tokens, 1, tokens, tokens, positions, times)
+
+    def decode(self, rows: int, context: int) -> Result:
+        times, mean = self._steps.decode(rows, context, self._seconds)
+        return self._result("decode", rows, rows, mean, rows * mean, rows * mean, times)
+
+    def _result(
+        self, phase: str, tokens: int, sampled: int, context: float, kv: float, seen: float, times: StepTimes
+    ) -> Result:
+        """`kv`: positions that are read from the pool. `seen`: positions that queries attend to, for all together."""
+        arch, backend = self._model.arch, self._model.backend
+        rate = tokens / times.interval
+        if self._limits and isinstance(backend, MeasuredBackend):
+            of_products, int8 = backend.operations(tokens, sampled)
+            float32 = of_products + attention_operations(arch, seen)
+            element = 2 if backend.dtype == torch.bfloat16 else 4
+            num_bytes = backend.weight_bytes() + kv_bytes(arch, kv, element)
+            least, bound = self._limits.least_seconds(num_bytes, float32, int8)
+            fraction = least / times.interval
+            return Result(phase, tokens, context, times, rate, num_bytes, float32, int8, fraction, bound)
+        return Result(phase, tokens, context, times, rate)
+
+
+def counts(text: str) -> list[int]:
+    """Positive numbers, comma-separated; or none, for an empty text."""
+    numbers = [int(part) for part in text.split(",") if part]
+    if not all(1 <= number <= 1 << 17 for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text}: each must be from 1 to {1 << 17}")
+    return numbers
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench_engine",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, required=True, help="directory with safetensors, or a .gguf file")
+    parser.add_argument(
+        "--kernels", choices=("auto", "native", "torch"), default="auto", help="CPU kernels, as of the server"
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=("auto", "none"),
+        default="auto",
+        help="quantized weights are multiplied as integers (auto), or dequantized (none); as of the server",
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute dtype")
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="compute threads (default: usable cores)")
+    parser.add_argument(
+        "--prefill", type=counts, default=[128, 512, 1000, 2000], help="tokens of prompts (default: 128,512,1000,2000)"
+    )
+    parser.add_argument("--decode", type=counts, default=[1, 8, 32], help="rows that decode (default: 1,8,32)")
+    parser.add_argument("--context", type=int, default=128, help="tokens before those that are decoded (default: 128)")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="how long each case is measured, at most (default: 3)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write limits and results there, too")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and print; StartError, ValueError, BuildError, MemoryError or OSError where that is impossible."""
+    most_rows = max(arguments.decode, default=0)
+    longest = max([arguments.context + MOST_STEPS if most_rows else 0, *arguments.prefill])
+    arch = read_arch(arguments.model)
+    if longest > arch.max_position:
+        raise ValueError(
+            f"--prefill and --context + {MOST_STEPS} must not be above {arch.max_position} tokens, the longest that "
+            "this model takes"
+        )
+    say(f"loading {arguments.model}")
+    quantized = arguments.quantization == "auto"
+    model = load_model(arguments.model, arguments.kernels, arguments.dtype, arguments.threads, quantized, say)
+    native = isinstance(model.backend, MeasuredBackend)
+    limits = measure_limits(arguments.threads, min(arguments.seconds, 1.0), say) if native else None
+    row_blocks = -(-(arguments.context + MOST_STEPS) // BLOCK_SIZE)
+    num_blocks = max(most_rows * row_blocks, -(-longest // BLOCK_SIZE))
+    bench = Bench(model, Steps(model, max(most_rows, 1), longest, num_blocks), limits, arguments.seconds)
+    print(machine_line())
+    if limits:
+        print(limits.text(), flush=True)
+    results = []
+    for tokens in arguments.prefill:
+        say(f"prefill of {tokens} tokens")
+        results.append(bench.prefill(tokens))
+    for rows in arguments.decode:
+        say(f"decode of {rows} rows")
+        results.append(bench.decode(rows, arguments.context))
+    print(f"\n{render(_HEADER, [result.row for result in results])}")
+    content = {
+        "kernels": "native" if native else "torch",
+        "limits": asdict(limits) if limits else None,
+        "results": [asdict(result) for result in results],
+    }
+    write_json(arguments.json, content)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit status: 2 when the model or the kernels can't be had."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    check_common(parser, arguments)
+    if not (arguments.prefill or arguments.decode):
+        parser.error("--prefill and --decode: there is nothing to measure")
+    if not 1 <= arguments.context <= 1 << 17:
+        parser.error(f"--context: must be from 1 to {1 << 17}, not {arguments.context}")
+    if max(arguments.decode, default=0) > 4096:
+        parser.error("--decode: at most 4096 rows")
+    try:
+        run(arguments)
+    except (StartError, ValueError, BuildError, MemoryError, OSError) as error:
+        say(f"bench_engine: {error}")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
