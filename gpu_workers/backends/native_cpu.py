@@ -1,10 +1,7 @@
 """The op set in compiled CPU kernels (`kernels.cpu`): a forward is recorded once and then run by one call a step.
 
 Activations and sums are float32 whatever the compute dtype, which is that of the KV cache and of float weights rounded
-to it. A quantized weight stays the integers it consists of. On CPUs with instructions for sums of int8 products (VNNI)
-activations meet it as integers too, quantized in groups of 32: to 8 bits inside the MLP, elsewhere to 16, as two terms
-of 8, since a few channels of what norms write are far larger than the others of their groups. Elsewhere (measured on
-AVX2) that costs as much time as it saves, so what the integers stand for is multiplied in float32.
+to it. A quantized weight stays the integers it consists of; activations meet it as int16, quantized in groups of 32.
 
 A row's operations never depend on the other rows, so its bits are the same alone and in any batch.
 """
@@ -26,7 +23,6 @@ from gpu_workers.weights.quantized import QuantizedWeight, cat
 from kernels.cpu.library import (
     FLAG_GELU,
     FLAG_LOGITS_ROWS,
-    FLAG_PRECISE,
     GATED_COLUMNS,
     AttentionSizes,
     BufferShape,
@@ -48,7 +44,6 @@ class Value:
     buffer: int
     version: int
     logits_rows: bool = False
-    code_terms: int = 1  # that quantized weights take it as
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,7 +60,7 @@ class _Buffer:
     width: int
     version: int = 0
     has_values: bool = False
-    code_terms: int = 0
+    has_codes: bool = False
 
 
 class _Recording:
@@ -85,13 +80,13 @@ class _Recording:
         self.buffers[index].version += 1
         return Value(index, self.buffers[index].version)
 
-    def use(self, value: Value, code_terms: int = 0) -> int:
-        """The number of a buffer that is read or written, as float32 or as so many terms of int8 codes."""
+    def use(self, value: Value, codes: bool = False) -> int:
+        """The number of a buffer that is read or written, as float32 or as codes."""
         buffer = self.buffers[value.buffer]
         if value.version != buffer.version:
             raise RuntimeError("the model's forward uses a result after the next op of its kind has overwritten it")
-        buffer.code_terms = max(buffer.code_terms, code_terms)
-        buffer.has_values |= not code_terms
+        buffer.has_codes |= codes
+        buffer.has_values |= not codes
         return value.buffer
 
     def add(self, code: Code, **fields: Any) -> None:
@@ -106,18 +101,11 @@ class _Recording:
 class NativeCpuBackend(Backend):
     """See `gpu_workers.backends.make_backend`; `progress` is told when the kernels are being compiled.
 
-    `int8_activations`: whether quantized weights meet integers (None: as is faster here).
-
     Raises `kernels.cpu.build.BuildError` when they can't be.
     """
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        threads: int,
-        quantized: bool,
-        progress: Callable[[str], None] | None = None,
-        int8_activations: bool | None = None,
+        self, dtype: torch.dtype, threads: int, quantized: bool, progress: Callable[[str], None] | None = None
     ) -> None:
         # torch is left with small things: a second team of threads would only be in the way of the kernels' own.
         torch.set_num_threads(1)
@@ -126,9 +114,6 @@ class NativeCpuBackend(Backend):
         self.device = torch.device("cpu")
         self.dtype = dtype
         self.takes_quantized = quantized
-        self._int8_activations = bool(self._library.tm_prefers_codes())
-        if int8_activations is not None:
-            self._int8_activations = int8_activations
         self._recording: _Recording | None = None
         self._cos = self._sin = torch.empty(0)
         self._num_heads = 0
@@ -259,33 +244,28 @@ class NativeCpuBackend(Backend):
             weight=weight.data_ptr(),
             eps=eps,
         )
-        return Value(out.buffer, out.version, selected, code_terms=2)
+        return Value(out.buffer, out.version, selected)
 
     def select_logits_rows(self, x: Value, batch: ForwardBatch) -> Value:
         return Value(x.buffer, x.version, logits_rows=True)
 
     def linear(self, x: Value, weight: PackedWeight) -> Value:
-        operands = self._operands(x, weight)
+        source = self._record.use(x, weight.is_quantized)
         out = self._record.output("linear", weight.n)
-        self._record.add(Code.LINEAR, output=self._record.use(out), **operands)
+        self._record.add(Code.LINEAR, input=source, output=self._record.use(out), weight=weight.pointer)
         return out
 
     def gated_linear(self, x: Value, weight: PackedWeight, kind: str) -> Value:
-        operands = self._operands(x, weight)
-        operands["flags"] |= FLAG_GELU if kind == "gelu" else 0
+        source = self._record.use(x, weight.is_quantized)
         out = self._record.output("gated linear", weight.gated_width)
-        self._record.add(Code.GATED, output=out.buffer, **operands)
+        flags = FLAG_GELU if kind == "gelu" else 0
+        self._record.add(Code.GATED, flags=flags, input=source, output=out.buffer, weight=weight.pointer)
         return out
 
     def logits(self, x: Value, head: PackedWeight) -> Value:
-        self._record.add(Code.LOGITS, **self._operands(x, head))
+        self._record.add(Code.LOGITS, input=self._record.use(x, head.is_quantized), weight=head.pointer)
         self._record.vocab_size = head.n
         return x
-
-    def _operands(self, x: Value, weight: PackedWeight) -> dict[str, int]:
-        terms = x.code_terms if weight.is_quantized and self._int8_activations else 0
-        flags = FLAG_PRECISE if terms == 2 else 0
-        return {"input": self._record.use(x, terms), "flags": flags, "weight": weight.pointer}
 
     def rope_and_write(self, qkv: Value, num_heads: int, kv: NativeKV, layer: int, batch: ForwardBatch) -> Value:
         self._num_heads = num_heads
@@ -298,7 +278,7 @@ class NativeCpuBackend(Backend):
         record = self._record
         out = record.output("attention", record.buffers[q.buffer].width)
         record.add(Code.ATTENTION, input=record.use(q), output=record.use(out), layer=layer)
-        return Value(out.buffer, out.version, code_terms=2)
+        return out
 
     def all_reduce(self, x: Value, comm: Comm) -> Value:
         self._record.exchange(x, comm)
@@ -315,7 +295,7 @@ class _Program:
         # Kept, as fresh pages for as much memory in every step take longer than the head's products.
         self._logits = torch.empty(0, self._vocab_size)
         engine.set_attention(sizes)
-        engine.set_buffers([BufferShape(each.width, each.has_values, each.code_terms) for each in recording.buffers])
+        engine.set_buffers([BufferShape(each.width, each.has_values, each.has_codes) for each in recording.buffers])
         self._parts: list[ctypes.Array[Op] | _Exchange] = [
             part if isinstance(part, _Exchange) else (Op * len(part))(*part) for part in recording.parts
         ]

@@ -20,7 +20,6 @@ enum TmCode : int32_t {
 enum TmFlags : int32_t {
     TM_GELU = 1,         // TM_GATED: gelu (tanh form) instead of silu
     TM_LOGITS_ROWS = 2,  // TM_NORM: only the rows whose logits are wanted, in their order
-    TM_PRECISE = 4,      // TM_LINEAR, TM_GATED, TM_LOGITS with a quantized weight: both terms of the inputs
 };
 
 struct TmOp {
@@ -38,7 +37,7 @@ struct TmOp {
 struct TmBuffer {
     int64_t width;
     int32_t has_values;  // float32
-    int32_t code_terms;  // int8 with scales, of groups of 32: 0, 1, or 2 with the rest that the first leaves
+    int32_t has_codes;   // int16 with scales, of groups of 32, for quantized weights
 };
 
 // Shapes of attention and the KV pool.
@@ -79,11 +78,8 @@ int32_t tm_engine_set_attention(void* engine, const TmAttention* sizes);
 int32_t tm_engine_set_buffers(void* engine, const TmBuffer* buffers, int32_t count);
 int32_t tm_engine_run(void* engine, const TmOp* ops, int32_t count, const TmStep* step);
 // A buffer's memory for at least `rows` rows, until the next run or call with more rows.
-// part 0: values, 1: codes, 2: scales (of each group its scale, and scale * sum of its codes), 3 and 4: of the rest
+// part 0: values, 1: codes, 2: scales (of each group its scale, and scale * sum of its codes)
 void* tm_engine_buffer(void* engine, int32_t index, int64_t rows, int32_t part);
-
-// 1 where int8 activations pay: with instructions that add up four products of int8 at once.
-int32_t tm_prefers_codes();
 
 void* tm_weight_new(int32_t kind, int64_t n, int64_t k);
 void tm_weight_free(void* weight);

@@ -18,7 +18,7 @@ namespace tokenmill {
 
 namespace {
 
-constexpr int kTileRows = 48;    // rows of one product task: with the panel's inputs they fit the caches
+constexpr int kTileRows = 24;    // rows of one product task: with the panel's inputs they fit the caches
 constexpr int kTileColumns = 32;  // results of one product task for each row
 constexpr int64_t kRowsReserved = 64;  // buffers grow by this many
 constexpr int64_t kRowsInline = 4;  // fewer rows are not worth waking a thread for a norm
@@ -91,13 +91,9 @@ class Engine {
             Buffer& buffer = buffers_[i];
             buffer.width = shapes_[i].width;
             if (shapes_[i].has_values) buffer.values = static_cast<float*>(parts[0].reserve(n * width * 4));
-            if (shapes_[i].code_terms > 0) {
-                buffer.codes = static_cast<int8_t*>(parts[1].reserve(n * width));
+            if (shapes_[i].has_codes) {
+                buffer.codes = static_cast<int16_t*>(parts[1].reserve(n * width * 2));
                 buffer.scales = static_cast<float*>(parts[2].reserve(n * width / kGroup * 8));
-            }
-            if (shapes_[i].code_terms > 1) {
-                buffer.rest_codes = static_cast<int8_t*>(parts[3].reserve(n * width));
-                buffer.rest_scales = static_cast<float*>(parts[4].reserve(n * width / kGroup * 8));
             }
         }
         capacity_ = rows;
@@ -106,7 +102,7 @@ class Engine {
     void* buffer(int index, int64_t rows, int part) {
         reserve(rows);
         const Buffer& b = buffers_[static_cast<size_t>(index)];
-        void* parts[kParts] = {b.values, b.codes, b.scales, b.rest_codes, b.rest_scales};
+        void* parts[kParts] = {b.values, b.codes, b.scales};
         return parts[part];
     }
 
@@ -117,7 +113,7 @@ class Engine {
     }
 
   private:
-    static constexpr int kParts = 5;
+    static constexpr int kParts = 3;
 
     void run_one(const TmOp& op, const TmStep& step) {
         const auto at = [&](int index) -> const Buffer& { return buffers_[static_cast<size_t>(index)]; };
@@ -209,23 +205,12 @@ class Engine {
         });
     }
 
-    // A tile of in * weight; with TM_PRECISE of both terms of the inputs. `Stride` columns of the tile a row.
-    template <int Stride>
-    static void product(const TmOp& op, const Weight& weight, const Buffer& in, int64_t row0, int count, int64_t col0,
-                        int cols, float* tile) {
-        multiply_tile(weight, in, row0, count, col0, cols, tile, Stride);
-        if (!(op.flags & TM_PRECISE)) return;
-        alignas(64) float rest[kTileRows * Stride];
-        multiply_tile(weight, in.rest(), row0, count, col0, cols, rest, Stride);
-        for (int i = 0; i < count * Stride; i += 8) store8(tile + i, load8(tile + i) + load8(rest + i));
-    }
-
     void linear(const TmOp& op, const Weight& weight, int64_t rows, float* out) {
         const Buffer& in = buffers_[static_cast<size_t>(op.in)];
         const int64_t out_width = weight.n;
         over_tiles(rows, weight.n, [&](int64_t row0, int count, int64_t col0, int cols) {
             alignas(64) float tile[kTileRows * kTileColumns];
-            product<kTileColumns>(op, weight, in, row0, count, col0, cols, tile);
+            multiply_tile(weight, in, row0, count, col0, cols, tile, kTileColumns);
             for (int r = 0; r < count; r++) {
                 const float* from = tile + r * kTileColumns;
                 float* to = out + (row0 + r) * out_width + col0;
@@ -245,7 +230,7 @@ class Engine {
         constexpr int kPair = 2 * kTileColumns;
         over_tiles(step.tokens, out.width, [&](int64_t row0, int count, int64_t col0, int cols) {
             alignas(64) float tile[kTileRows * kPair];
-            product<kPair>(op, weight, in, row0, count, 2 * col0, kPair, tile);
+            multiply_tile(weight, in, row0, count, 2 * col0, kPair, tile, kPair);
             for (int r = 0; r < count; r++) {
                 float* row = tile + r * kPair;
                 if (weight.bias) {
@@ -334,8 +319,6 @@ TM_EXPORT int32_t tm_engine_run(void* engine, const TmOp* ops, int32_t count, co
 TM_EXPORT void* tm_engine_buffer(void* engine, int32_t index, int64_t rows, int32_t part) {
     return made([&] { return engine_of(engine).buffer(index, rows, part); });
 }
-
-TM_EXPORT int32_t tm_prefers_codes() { return tokenmill::prefers_codes() ? 1 : 0; }
 
 TM_EXPORT void* tm_weight_new(int32_t kind, int64_t n, int64_t k) {
     return made([&] { return new Weight(static_cast<tokenmill::Kind>(kind), n, k); });

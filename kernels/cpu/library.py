@@ -40,7 +40,6 @@ class Code(enum.IntEnum):
 
 FLAG_GELU = 1
 FLAG_LOGITS_ROWS = 2
-FLAG_PRECISE = 4
 
 
 class Op(Structure):
@@ -62,7 +61,7 @@ class Op(Structure):
 class BufferShape(Structure):
     """TmBuffer."""
 
-    _fields_ = (("width", c_int64), ("has_values", c_int32), ("code_terms", c_int32))
+    _fields_ = (("width", c_int64), ("has_values", c_int32), ("has_codes", c_int32))
 
 
 class AttentionSizes(Structure):
@@ -109,7 +108,6 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tm_engine_set_buffers": (c_int32, [c_void_p, POINTER(BufferShape), c_int32]),
     "tm_engine_run": (c_int32, [c_void_p, POINTER(Op), c_int32, POINTER(Step)]),
     "tm_engine_buffer": (c_void_p, [c_void_p, c_int32, c_int64, c_int32]),
-    "tm_prefers_codes": (c_int32, []),
     "tm_weight_new": (c_void_p, [c_int32, c_int64, c_int64]),
     "tm_weight_free": (None, [c_void_p]),
     "tm_weight_bytes": (c_int64, [c_void_p]),
@@ -157,7 +155,7 @@ class PackedWeight:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its products are with int8 codes rather than float32 values."""
+        """Whether its products are with int16 codes of its inputs rather than with their float32 values."""
         return self.kind in (Kind.INT4, Kind.INT8)
 
     @property

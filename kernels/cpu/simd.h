@@ -74,13 +74,11 @@ inline F8 power_of_two(F8 n) {
 }
 // x where a >= b, else 0; x where a or b is NaN
 inline F8 keep_unless_less(F8 x, F8 a, F8 b) { return {_mm256_and_ps(x.v, _mm256_cmp_ps(a.v, b.v, _CMP_NLT_UQ))}; }
-// 32 whole numbers in -128..127
-inline void store_codes(int8_t* p, F8 a, F8 b, F8 c, F8 d) {
-    const __m256i ab = _mm256_packs_epi32(_mm256_cvtps_epi32(a.v), _mm256_cvtps_epi32(b.v));
-    const __m256i cd = _mm256_packs_epi32(_mm256_cvtps_epi32(c.v), _mm256_cvtps_epi32(d.v));
-    // Packing works in halves of a vector, which leaves fours in the order a c b d of each half.
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m256i codes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(ab, cd), order);
+// 16 whole numbers in -32767..32767, of every four the first, third, second, fourth
+inline void store_codes(int16_t* p, F8 a, F8 b) {
+    __m256i codes = _mm256_packs_epi32(_mm256_cvtps_epi32(a.v), _mm256_cvtps_epi32(b.v));
+    codes = _mm256_permute4x64_epi64(codes, 0xd8);
+    codes = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(codes, 0xd8), 0xd8);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), codes);
 }
 inline float sum8(F8 a) {
@@ -133,13 +131,12 @@ inline F8 power_of_two(F8 n) {
     });
 }
 inline F8 keep_unless_less(F8 x, F8 a, F8 b) { return each([&](int i) { return a.v[i] < b.v[i] ? 0.0f : x.v[i]; }); }
-inline void store_codes(int8_t* p, F8 a, F8 b, F8 c, F8 d) {
-    const auto code = [](float x) { return static_cast<int8_t>(x == x ? x : 0.0f); };  // NaN has no integer
+inline void store_codes(int16_t* p, F8 a, F8 b) {
+    constexpr int order[4] = {0, 2, 1, 3};
+    const auto code = [](float x) { return static_cast<int16_t>(x == x ? x : 0.0f); };
     for (int i = 0; i < 8; i++) {
-        p[i] = code(a.v[i]);
-        p[8 + i] = code(b.v[i]);
-        p[16 + i] = code(c.v[i]);
-        p[24 + i] = code(d.v[i]);
+        p[i] = code(a.v[i / 4 * 4 + order[i % 4]]);
+        p[8 + i] = code(b.v[i / 4 * 4 + order[i % 4]]);
     }
 }
 inline float sum8(F8 a) {

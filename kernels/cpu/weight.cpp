@@ -196,32 +196,22 @@ void Weight::read_row(int64_t index, float* out) const {
     }
 }
 
-void quantize_group(const float* x, int8_t* codes, float* scales, float* rest) {
-    F8 v[4], r[4];
+void quantize_group(const float* x, int16_t* codes, float* scales) {
+    F8 v[4];
     for (int i = 0; i < 4; i++) v[i] = load8(x + 8 * i);
     const float largest = largest8(max8(max8(abs8(v[0]), abs8(v[1])), max8(abs8(v[2]), abs8(v[3]))));
-    // Below that the inverse would overflow, and the values are nothing beside any weight.
-    const bool some = largest > 1e-30f;
-    const F8 inverse = set8(some ? 127.0f / largest : 0.0f);
+    const bool some = largest > 1e-30f;  // below, the inverse would overflow; such values are nothing beside any weight
+    const F8 inverse = set8(some ? 32767.0f / largest : 0.0f);
     F8 total = zero8();
-    for (int i = 0; i < 4; i++) {
-        r[i] = round8(v[i] * inverse);
-        total = total + r[i];  // whole numbers below 2^24: exact
+    for (auto& part : v) {
+        part = round8(part * inverse);
+        total = total + part;  // whole numbers below 2^24: exact
     }
-    store_codes(codes, r[0], r[1], r[2], r[3]);
+    store_codes(codes, v[0], v[1]);
+    store_codes(codes + 16, v[2], v[3]);
     const float sum = sum8(total);
-    scales[0] = std::isnan(sum) ? sum : some ? largest / 127.0f : 0.0f;  // codes can't say NaN, and largest8 may miss it
+    scales[0] = std::isnan(sum) ? sum : some ? largest / 32767.0f : 0.0f;  // codes can't say NaN, largest8 may miss it
     scales[1] = scales[0] * sum;
-    if (rest == nullptr) return;
-    for (int i = 0; i < 4; i++) store8(rest + 8 * i, v[i] - r[i] * set8(scales[0]));
-}
-
-void quantize_into(const Buffer& out, int64_t row, int64_t group, const float* x) {
-    const int64_t at = row * out.width + group * kGroup, scale_at = 2 * (row * (out.width / kGroup) + group);
-    if (out.rest_codes == nullptr) return quantize_group(x, out.codes + at, out.scales + scale_at, nullptr);
-    float rest[kGroup];
-    quantize_group(x, out.codes + at, out.scales + scale_at, rest);
-    quantize_group(rest, out.rest_codes + at, out.rest_scales + scale_at, nullptr);
 }
 
 }  // namespace tokenmill

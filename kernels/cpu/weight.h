@@ -66,33 +66,26 @@ float half_to_float(uint16_t x);
 struct Buffer {
     int64_t width = 0;
     float* values = nullptr;    // [rows, width]
-    int8_t* codes = nullptr;    // [rows, width]: value = code * scale of its group
-    float* scales = nullptr;    // [rows, width / 32, 2]: of each group its scale, and scale * sum of its codes
-    // What the codes leave of each value, quantized in its turn: both terms together have 16 bits.
-    int8_t* rest_codes = nullptr;
-    float* rest_scales = nullptr;
-
-    // The second term as a buffer of its own.
-    Buffer rest() const { return Buffer{width, nullptr, rest_codes, rest_scales, nullptr, nullptr}; }
+    // value = code * scale of its group; of every four codes the first, third, second and fourth
+    int16_t* codes = nullptr;  // [rows, width]
+    float* scales = nullptr;   // [rows, width / 32, 2]: of each group its scale, and scale * sum of its codes
 };
 
-// Quantize 32 values to int8, symmetric: scales[0] = largest / 127, scales[1] = that times the sum of the codes.
-// `rest`, where it is not null, becomes x less what the codes stand for.
-void quantize_group(const float* x, int8_t* codes, float* scales, float* rest);
+// Quantize 32 values to int16, symmetric: scales[0] = largest / 32767, scales[1] = that times the sum of the codes.
+void quantize_group(const float* x, int16_t* codes, float* scales);
 
-// Group `group` of row `row` of a buffer with codes.
-void quantize_into(const Buffer& out, int64_t row, int64_t group, const float* x);
+inline void quantize_into(const Buffer& out, int64_t row, int64_t group, const float* x) {
+    const int64_t groups = out.width / kGroup;
+    quantize_group(x, out.codes + row * out.width + group * kGroup, out.scales + 2 * (row * groups + group));
+}
 
 inline void quantize_row(const Buffer& out, int64_t row, const float* x) {
     for (int64_t g = 0; g < out.width / kGroup; g++) quantize_into(out, row, g, x + g * kGroup);
 }
 
-// Whether quantized weights are multiplied faster with codes than with float32 values.
-bool prefers_codes();
-
 // tile[r * stride + c] = row `row0 + r` of x times column `col0 + c` of the weight, without bias.
 // col0 is a multiple of 32; columns up to the end of the last panel are written.
-// Quantized weights take the codes of x, where it has any, else its values; float weights its values.
+// Quantized weights take the codes of x, float weights its values.
 // Every result is computed by the same operations in the same order whatever `rows` and the tile are.
 void multiply_tile(const Weight& weight, const Buffer& x, int64_t row0, int rows, int64_t col0, int cols, float* tile,
                    int stride);

@@ -32,8 +32,7 @@ prepare, forward, sample, rest   the step's parts in us: index arithmetic; the m
           tokens; and what the runner does besides
 limit     the time that the work takes at the limits of the machine, measured by the probes of tools.bench_kernels in
           the same run, over the time measured: that of the bytes of weights and KV, or that of the operations (two for
-          a multiply-add, at the rates of float32 and int8; inputs of two terms count twice), whichever is longer; by
-          says which
+          a multiply-add, at the rates of float32 and int8), whichever is longer; by says which
 
   python -m tools.bench_engine --model models/SmolLM2-135M-Instruct.Q4_1.gguf
   python -m tools.bench_engine --model DIR --quantization none --dtype bfloat16 --decode 1,64 --prefill 512

@@ -36,9 +36,9 @@ class Product:
     of_logits: bool = False
 
     def operations(self, tokens: int, sampled: int) -> int:
-        """Two for a multiply-add, with one for each term of the inputs."""
+        """Two for a multiply-add."""
         rows = sampled if self.of_logits else tokens
-        return 2 * rows * self.weight.n * self.weight.k * max(1, self.weight.code_terms)
+        return 2 * rows * self.weight.n * self.weight.k
 
 
 class MeasuredBackend(NativeCpuBackend):

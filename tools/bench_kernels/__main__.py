@@ -20,8 +20,7 @@ _EPILOG = """\
 First, small probes measure what the machine can do in this run, with the same threads: read memory, multiply and add
 float32 in registers, and 8-bit integers as the kernels of int4 weights do. Then each kernel is timed:
 
-linear, precise, gated, logits / KIND / NxK / ROWS   products with a packed [N, K] weight. precise (attention's
-          projections) and logits take inputs of quantized weights as two terms, which is twice the multiply-adds
+linear, gated, logits / KIND / NxK / ROWS   products with a packed [N, K] weight
 norm / WIDTH / ROWS             sum with the residual and RMSNorm, quantized as for a product
 rope / KV-TYPE / ROWS           rotation, and the writing of keys and values
 decode / KV-TYPE / SEQUENCESxCONTEXT

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from kernels.cpu.library import (
-    FLAG_PRECISE,
     AttentionSizes,
     BufferShape,
     Code,
@@ -70,41 +69,39 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """The product of `rows` rows with an [N, K] weight, as the operation `code`; `precise`: inputs of two terms."""
+    """The product of `rows` rows with an [N, K] weight, as the operation `code`."""
 
     code: Code
     kind: Kind
     n: int
     k: int
     rows: int
-    precise: bool = False
 
     @property
     def name(self) -> str:
-        label = {Code.GATED: "gated", Code.LOGITS: "logits"}.get(self.code, "precise" if self.precise else "linear")
+        label = {Code.GATED: "gated", Code.LOGITS: "logits"}.get(self.code, "linear")
         return f"{label}/{self.kind.name.lower()}/{self.n}x{self.k}/{self.rows}"
 
     def record(self, place: Place) -> Recorded:
         copies = place.weights.copies(self.kind, self.n, self.k)
-        terms = (2 if self.precise else 1) if is_quantized(self.kind) else 0
+        codes = is_quantized(self.kind)
         width = self.n // 2 if self.code == Code.GATED else self.n
         logits = torch.empty(self.rows if self.code == Code.LOGITS else 0, self.n)
-        shapes = [BufferShape(self.k, 1, 0), BufferShape(self.k, 1, terms)]
+        shapes = [BufferShape(self.k, 1, 0), BufferShape(self.k, 1, codes)]
         if self.code != Code.LOGITS:
-            gives_codes = self.code == Code.GATED and terms > 0
-            shapes.append(BufferShape(width, not gives_codes, int(gives_codes)))
+            gives_codes = self.code == Code.GATED and codes
+            shapes.append(BufferShape(width, not gives_codes, gives_codes))
         engine = Engine(place.library, place.threads)
         engine.set_buffers(shapes)
         step = Step(tokens=self.rows, rows=self.rows, logits=logits.data_ptr())
         norm = _fill_normed(engine, self.rows, self.k, step)
-        flags = FLAG_PRECISE if terms == 2 else 0
-        ops = [Op(code=self.code, flags=flags, input=1, output=2, weight=copy.pointer) for copy in copies]
+        ops = [Op(code=self.code, input=1, output=2, weight=copy.pointer) for copy in copies]
         return Recorded(engine, ops, step, self.work(copies[0]), (copies, logits, norm))
 
     def work(self, weight: PackedWeight) -> Work:
         operations = 2 * self.rows * self.n * self.k
         if is_quantized(self.kind):
-            return Work(weight.num_bytes, int8_operations=operations * (2 if self.precise else 1))
+            return Work(weight.num_bytes, int8_operations=operations)
         return Work(weight.num_bytes, operations)
 
 
@@ -252,18 +249,18 @@ def _filled_pool(num_bytes: int, bfloat16: bool) -> "np.ndarray[tuple[int], np.d
 
 def linear_cases(shapes: Sequence[tuple[int, int]]) -> Iterator[Linear]:
     """The linears of a layer and the head, or with `shapes` [N, K] only those."""
-    layer: list[tuple[Code, int, int, bool]] = [
-        (Code.LINEAR, (HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN, True),
-        (Code.LINEAR, HIDDEN, HEADS * HEAD_DIM, False),
-        (Code.GATED, 2 * FFN, HIDDEN, False),
-        (Code.LINEAR, HIDDEN, FFN, False),
-        (Code.LOGITS, VOCABULARY, HIDDEN, True),
+    layer = [
+        (Code.LINEAR, (HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
+        (Code.LINEAR, HIDDEN, HEADS * HEAD_DIM),
+        (Code.GATED, 2 * FFN, HIDDEN),
+        (Code.LINEAR, HIDDEN, FFN),
+        (Code.LOGITS, VOCABULARY, HIDDEN),
     ]
-    wanted = [(Code.LINEAR, n, k, False) for n, k in shapes] if shapes else layer
+    wanted = [(Code.LINEAR, n, k) for n, k in shapes] if shapes else layer
     for kind in Kind:
-        for code, n, k, precise in wanted:
+        for code, n, k in wanted:
             for rows in LINEAR_ROWS:
-                yield Linear(code, kind, n, k, rows, precise and is_quantized(kind))
+                yield Linear(code, kind, n, k, rows)
 
 
 def all_cases(shapes: Sequence[tuple[int, int]]) -> list[Case]:

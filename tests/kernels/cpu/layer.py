@@ -70,7 +70,8 @@ def shapes(draw: st.DrawFn) -> Shapes:
         kv_heads=draw(st.integers(1, 3)),
         group=draw(st.integers(1, 4)),
         head_dim=draw(st.sampled_from([32, 64, 96]) if quantized else st.integers(1, 40).map(lambda half: 2 * half)),
-        hidden=draw(st.integers(1, 5).map(lambda groups: GROUP * groups) if quantized else st.integers(1, 100)),
+        # A norm of very few elements magnifies the rounding of a residual that happens to be almost zero.
+        hidden=draw(st.integers(1, 5).map(lambda groups: GROUP * groups) if quantized else st.integers(6, 100)),
         ffn=GATED_COLUMNS * draw(st.integers(1, 4)),
         vocabulary=draw(st.integers(1, 300)),
         block_size=draw(st.sampled_from([1, 4, 5, 8, 16, 32, 64, 100])),
@@ -204,11 +205,11 @@ class Layer:
         return logits
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """Activations as a product sees them: with quantized weights int8 codes, symmetric in groups of 32."""
+        """Activations as a product sees them: float32, or int16 codes, symmetric in groups of 32."""
         if not self.shapes.quantized:
             return x
         groups = x.unflatten(-1, (-1, GROUP))
-        scales = groups.abs().amax(-1, keepdim=True) / 127
+        scales = groups.abs().amax(-1, keepdim=True) / 32767
         return (torch.round(groups / scales.clamp_min(1e-300)) * scales).flatten(-2)
 
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

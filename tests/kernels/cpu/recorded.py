@@ -81,9 +81,9 @@ def in_turn(*parts: Prepare) -> Prepare:
     return prepare
 
 
-def linear(weight: LoadedWeight, bias: torch.Tensor | None = None, precise: bool = False) -> Prepare:
+def linear(weight: LoadedWeight, bias: torch.Tensor | None = None) -> Prepare:
     def prepare(backend: NativeCpuBackend) -> Op:
-        packed = backend.load_linear(weight, bias, precise=precise)
+        packed = backend.load_linear(weight, bias)
         return lambda x, batch, kv: backend.linear(x, packed)
 
     return prepare

@@ -1,6 +1,7 @@
 """A pytest plugin: the kernels' tests run on a build with sanitizers (`-p tests.kernels.cpu.sanitized`).
 
-The process must have been started in `kernels.cpu.build.sanitizer_environment()`.
+The process must have been started in `kernels.cpu.build.sanitizer_environment()`. Sanitized code is ten times slower:
+there are profiles of hypothesis with fewer examples, for `--hypothesis-profile`.
 """
 
 import functools
@@ -14,9 +15,8 @@ from kernels.cpu.build import build
 
 library.build = functools.partial(build, sanitize=True)
 
-# Sanitized code is ten times slower: tests that take their number of examples from the profile get by with fewer.
 settings.register_profile("sanitized", max_examples=40)
-settings.load_profile("sanitized")
+settings.register_profile("sanitized-brief", max_examples=16)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

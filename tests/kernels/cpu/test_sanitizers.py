@@ -15,21 +15,28 @@ from kernels.cpu.build import BuildError, build, detect_isa, sanitizer_environme
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TESTS = Path(__file__).resolve().parent
-# These have nothing to do with what the library computes.
-LEFT_OUT = {"test_build.py", "test_instruction_sets.py", "test_sanitizers.py"}
+LAYERS, PRODUCTS, ATTENTION = "test_layer.py", "test_native_ops.py", "test_native_attention.py"
 
 
-@pytest.mark.parametrize("portable", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_kernels_tests_pass_under_sanitizers(portable: bool) -> None:
+@pytest.mark.parametrize(
+    ("portable", "profile", "names"),
+    [
+        pytest.param(False, "sanitized-brief", [LAYERS, PRODUCTS], id="brief"),
+        pytest.param(False, "sanitized", [LAYERS, PRODUCTS, ATTENTION], marks=pytest.mark.slow, id="vectors"),
+        pytest.param(True, "sanitized", [LAYERS, PRODUCTS, ATTENTION], marks=pytest.mark.slow, id="portable"),
+    ],
+)
+def test_the_kernels_tests_pass_under_sanitizers(portable: bool, profile: str, names: list[str]) -> None:
     isa = "portable" if portable else detect_isa()
     try:
         environment = os.environ | sanitizer_environment() | {"TOKENMILL_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
         name = build(isa, sanitize=True).name
     except BuildError as error:
         pytest.skip(f"no build with sanitizers here: {error}")
-    files = sorted(str(path) for path in TESTS.glob("test_*.py") if path.name not in LEFT_OUT)
+    files = [str(TESTS / name) for name in names]
     # Not captured: a sanitizer's report ends the process, and what pytest had captured with it.
     options = ["-q", "-s", "-p", "tests.kernels.cpu.sanitized", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+    options += ["--hypothesis-profile", profile]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *files],
         cwd=REPOSITORY,

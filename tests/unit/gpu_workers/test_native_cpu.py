@@ -37,7 +37,10 @@ def native() -> None:
 
 
 def native_model(
-    path: Path, threads: int = 1, dtype: torch.dtype = torch.float32, quantized: bool = True
+    path: Path,
+    threads: int = 1,
+    dtype: torch.dtype = torch.float32,
+    quantized: bool = True,
 ) -> LlamaModel:
     backend = NativeCpuBackend(dtype, threads, quantized)
     return LlamaModel(read_arch(path), None, Weights(open_source(path), lambda fraction: None), backend, LocalComm())
@@ -62,32 +65,16 @@ def logits_of(oracle: PreTrainedModel) -> torch.Tensor:
     return logits
 
 
-def rounded(x: torch.Tensor, terms: int) -> torch.Tensor:
-    """To as many int8 codes, symmetric in groups of 32."""
-    groups = x.unflatten(-1, (-1, 32))
-    scales = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
-    values = (torch.round(groups / scales) * scales).flatten(-2)
-    return values if terms == 1 else values + rounded(x - values, 1)
-
-
 @pytest.mark.parametrize("settings", [{}, {"family": "qwen2", "tie_word_embeddings": True}], ids=str)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-def test_integer_weights_give_the_logits_of_transformers_with_rounded_activations(
+def test_integer_weights_give_the_logits_of_transformers(
     kind: str, settings: dict[str, Any], native: None, tmp_path: Path
 ) -> None:
-    oracle = save_quantized(tmp_path, kind, **settings)
-    plain = logits_of(oracle)
-    for name, module in oracle.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            terms = 2 if name.split(".")[-1] in ("q_proj", "k_proj", "v_proj", "lm_head") else 1
-            module.register_forward_pre_hook(lambda module, args, terms=terms: (rounded(args[0], terms),))
-    expected = logits_of(oracle)
+    expected = logits_of(save_quantized(tmp_path, kind, **settings))
     actual = whole_logits(native_model(tmp_path / "tiny.gguf"), TOKENS)
-    rounding = (expected - plain).pow(2).mean().sqrt()
-    torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=1e-4)
-    # Now and then a value at the edge of two codes falls to the other side, which later tokens see.
-    assert (actual - expected).pow(2).mean().sqrt() < 0.4 * rounding
-    assert rounding < 0.05 * plain.pow(2).mean().sqrt()
+    # Activations are int16: half a step is 1.5e-5 of the largest of 32, and three layers add it up.
+    torch.testing.assert_close(actual, expected, rtol=0, atol=5e-3)
+    assert (actual - expected).pow(2).mean().sqrt() < 3e-4 * expected.pow(2).mean().sqrt()
 
 
 def test_integer_weights_are_dequantized_where_that_is_asked_for(native: None, tmp_path: Path) -> None:
