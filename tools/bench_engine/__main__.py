@@ -32,7 +32,7 @@ prepare, forward, sample, rest   the step's parts in us: index arithmetic; the m
           tokens; and what the runner does besides
 limit     the time that the work takes at the limits of the machine, measured by the probes of tools.bench_kernels in
           the same run, over the time measured: that of the bytes of weights and KV, or that of the operations (two for
-          a multiply-add, at the rates of float32 and int8), whichever is longer; by says which
+          a multiply-add, at the rates of float32 and int16), whichever is longer; by says which
 
   python -m tools.bench_engine --model models/SmolLM2-135M-Instruct.Q4_1.gguf
   python -m tools.bench_engine --model DIR --quantization none --dtype bfloat16 --decode 1,64 --prefill 512
@@ -51,7 +51,7 @@ class Result:
     tokens_per_second: float
     num_bytes: float | None = None
     float32_operations: float | None = None
-    int8_operations: float | None = None
+    int16_operations: float | None = None
     fraction: float | None = None  # of the limit that binds
     bound: str | None = None
 
@@ -104,13 +104,13 @@ class Bench:
         arch, backend = self._model.arch, self._model.backend
         rate = tokens / times.interval
         if self._limits and isinstance(backend, MeasuredBackend):
-            of_products, int8 = backend.operations(tokens, sampled)
+            of_products, int16 = backend.operations(tokens, sampled)
             float32 = of_products + attention_operations(arch, seen)
             element = 2 if backend.dtype == torch.bfloat16 else 4
             num_bytes = backend.weight_bytes() + kv_bytes(arch, kv, element)
-            least, bound = self._limits.least_seconds(num_bytes, float32, int8)
+            least, bound = self._limits.least_seconds(num_bytes, float32, int16)
             fraction = least / times.interval
-            return Result(phase, tokens, context, times, rate, num_bytes, float32, int8, fraction, bound)
+            return Result(phase, tokens, context, times, rate, num_bytes, float32, int16, fraction, bound)
         return Result(phase, tokens, context, times, rate)
 
 

@@ -67,7 +67,7 @@ class MeasuredBackend(NativeCpuBackend):
         return sum(product.weight.num_bytes for product in self.products)
 
     def operations(self, tokens: int, sampled: int) -> tuple[int, int]:
-        """float32 and int8 operations of the products of a step."""
+        """float32 and int16 operations of the products of a step."""
         totals = {True: 0, False: 0}
         for product in self.products:
             totals[product.weight.kind in (Kind.INT4, Kind.INT8)] += product.operations(tokens, sampled)

@@ -18,7 +18,7 @@ from tools.simulate.table import render
 
 _EPILOG = """\
 First, small probes measure what the machine can do in this run, with the same threads: read memory, multiply and add
-float32 in registers, and 8-bit integers as the kernels of int4 weights do. Then each kernel is timed:
+float32 in registers, and 16-bit integers as the kernels of int4 and int8 weights do. Then each kernel is timed:
 
 linear, gated, logits / KIND / NxK / ROWS   products with a packed [N, K] weight
 norm / WIDTH / ROWS             sum with the residual and RMSNorm, quantized as for a product
@@ -31,8 +31,7 @@ GB/s counts the weights and KV that an operation reads (of norm and rope the act
 limit is the fraction: the time that bytes or operations would take at the measured limits, whichever is longer, over
 the measured time; by says which. Weights and KV are taken from copies that fill several times the last-level cache, one
 after the other, so that a product with one row reads memory, as it does in a step. The data of norm, rope and embed is
-small and may be in a cache: theirs may be above 1. int8 weights take more instructions for a multiply-add than the int8
-probe does where the CPU has no instruction for it (AVX2).
+small and may be in a cache: theirs may be above 1.
 
   python -m tools.bench_kernels                        all of it, some minutes
   python -m tools.bench_kernels --only '*/int4/*/1'    products of one row with int4 weights
@@ -51,7 +50,7 @@ class Measured:
     seconds: float
     num_bytes: int
     float32_operations: int
-    int8_operations: int
+    int16_operations: int
     fraction: float  # of the limit that binds
     bound: str  # which: "memory" or "compute"
 
@@ -61,13 +60,13 @@ def measure(case: Case, place: Place, limits: Limits, seconds: float) -> Measure
     recorded = case.record(place)
     median = median_seconds(recorded.engine, recorded.ops, recorded.step, seconds)
     work = recorded.work
-    least, bound = limits.least_seconds(work.num_bytes, work.float32_operations, work.int8_operations)
+    least, bound = limits.least_seconds(work.num_bytes, work.float32_operations, work.int16_operations)
     return Measured(
         case.name,
         median,
         work.num_bytes,
         work.float32_operations,
-        work.int8_operations,
+        work.int16_operations,
         least / median,
         bound,
     )
@@ -80,7 +79,7 @@ def table(results: Sequence[Measured]) -> str:
             [
                 f"{result.seconds * 1e6:.1f}",
                 f"{result.num_bytes / result.seconds / 1e9:.1f}",
-                f"{(result.float32_operations + result.int8_operations) / result.seconds / 1e9:.1f}",
+                f"{(result.float32_operations + result.int16_operations) / result.seconds / 1e9:.1f}",
                 f"{result.fraction:.2f}",
                 result.bound,
             ],

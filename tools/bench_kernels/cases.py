@@ -37,7 +37,7 @@ class Work:
 
     num_bytes: int
     float32_operations: int = 0
-    int8_operations: int = 0
+    int16_operations: int = 0
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class Linear:
     def work(self, weight: PackedWeight) -> Work:
         operations = 2 * self.rows * self.n * self.k
         if is_quantized(self.kind):
-            return Work(weight.num_bytes, int8_operations=operations)
+            return Work(weight.num_bytes, int16_operations=operations)
         return Work(weight.num_bytes, operations)
 
 

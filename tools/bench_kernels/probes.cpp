@@ -1,5 +1,5 @@
 // What this machine can do at most, with the widest vectors that the kernels' instruction set has: reading memory,
-// multiply-adds of float32, and of 8-bit integers. Each probe repeats a pass on all threads and returns the best one.
+// multiply-adds of float32, and of 16-bit integers. Each probe repeats a pass on all threads and returns the best one.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -123,32 +123,32 @@ void multiply_floats() {
 
 // As the kernels of int4 weights: dot products of four pairs into 32 bits, or of two pairs and a sum in 16 bits.
 #if defined(__AVX512VNNI__)
-constexpr int kCodes = 64;
+constexpr int kCodes = 32;
 void multiply_codes() {
-    const __m512i codes = _mm512_set1_epi8(3), inputs = _mm512_set1_epi8(5);
+    const __m512i codes = _mm512_set1_epi16(3), inputs = _mm512_set1_epi16(5);
     using Sums = int __attribute__((vector_size(64)));  // as a __m512i, GCC copies them in each round
     multiply([](int i) { return Sums{} + i; }, [=](Sums sum) {
-        return reinterpret_cast<Sums>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), codes, inputs));
+        return reinterpret_cast<Sums>(_mm512_dpwssd_epi32(reinterpret_cast<__m512i>(sum), codes, inputs));
     });
 }
 #elif defined(__AVX2__)
-constexpr int kCodes = 32;
+constexpr int kCodes = 16;
 void multiply_codes() {
-    const __m256i codes = _mm256_set1_epi8(3);
-    __m256i inputs = _mm256_set1_epi8(5);
+    const __m256i codes = _mm256_set1_epi16(3);
+    __m256i inputs = _mm256_set1_epi16(5);
     // Six are enough: products don't wait for each other, and an addition takes one cycle.
-    using Sums = unsigned short __attribute__((vector_size(32)));  // as a __m256i, GCC copies them in each round
-    multiply<6>([](int i) { return Sums{} + static_cast<unsigned short>(i); }, [&](Sums sum) {
+    using Sums = unsigned __attribute__((vector_size(32)));  // as a __m256i, GCC copies them in each round
+    multiply<6>([](int i) { return Sums{} + static_cast<unsigned>(i); }, [&](Sums sum) {
         asm volatile("" : "+x"(inputs));  // else it multiplies once, since it takes them for unchanged
-        return sum + reinterpret_cast<Sums>(_mm256_maddubs_epi16(codes, inputs));
+        return sum + reinterpret_cast<Sums>(_mm256_madd_epi16(codes, inputs));
     });
 }
 #else
 constexpr int kCodes = 16;
 void multiply_codes() {
-    int8_t codes[kChains * kCodes], inputs[kChains * kCodes];
-    std::memset(codes, 3, sizeof codes);
-    std::memset(inputs, 5, sizeof inputs);
+    int16_t codes[kChains * kCodes], inputs[kChains * kCodes];
+    std::fill(codes, codes + kChains * kCodes, int16_t{3});
+    std::fill(inputs, inputs + kChains * kCodes, int16_t{5});
     uint32_t total = 0;
     for (int64_t round = 0; round < kRounds; round++) {
         asm volatile("" : : "r"(codes), "r"(inputs) : "memory");  // as above: they might have changed
@@ -201,8 +201,8 @@ PROBE_EXPORT double probe_float32(int32_t threads, double seconds) {
     });
 }
 
-// 8-bit operations, two to a multiply-add.
-PROBE_EXPORT double probe_int8(int32_t threads, double seconds) {
+// 16-bit operations, two to a multiply-add.
+PROBE_EXPORT double probe_int16(int32_t threads, double seconds) {
     const double work = 2.0 * kCodes * kChains * kRounds * threads;
     return guarded([&] {
         return best_rate(threads, seconds, work, [](int) { multiply_codes(); });

@@ -2,6 +2,8 @@
 
 import argparse
 import asyncio
+import signal
+import sys
 
 from tools.drills import itl, shortage, slo, soak
 
@@ -54,9 +56,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+async def _run(options: argparse.Namespace) -> None:
+    """The drill; ended by SIGTERM as by Ctrl-C, since its server must end with it."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await options.run(options)
+
+
 def main() -> None:
     options = _parser().parse_args()
-    asyncio.run(options.run(options))
+    try:
+        asyncio.run(_run(options))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit("stopped")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def test_native_steps_are_compared_with_the_limits(tiny: Path, tmp_path: Path) -
     for result in results.values():
         check_times(result)
         assert result["fraction"] > 0
-        assert result["int8_operations"] == 0
+        assert result["int16_operations"] == 0
     # a step of 64 prompt tokens, the last of which is sampled from; each sees itself and those before
     prefill = results["prefill", 64]
     products = 2 * (64 * LAYERS * LAYER_VALUES + VOCABULARY * HIDDEN)

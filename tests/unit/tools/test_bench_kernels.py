@@ -19,7 +19,7 @@ from tools.bench_kernels.weights import Weights
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 
-# name: bytes, float32 operations, int8 operations; by hand. For 8 outputs and 32 inputs, an int4 weight has 128 bytes
+# name: bytes, float32 operations, int16 operations; by hand. For 8 outputs and 32 inputs, an int4 weight has 128 bytes
 # of codes and 32 of scales and minimums, an int8 weight 256 and 32. A token has 3 KV heads of 64: 384 keys and values.
 WORK = {
     "linear/float32/576x576/4": (576 * 576 * 4, 2 * 4 * 576 * 576, 0),
@@ -43,8 +43,8 @@ def test_work_of_a_case(name: str) -> None:
     limits = Limits(2, 1e9, 1e9, 1e9)
     (case,) = (case for case in all_cases(()) if case.name == name)
     result = bench_kernels.measure(case, place, limits, 1e-3)
-    assert (result.num_bytes, result.float32_operations, result.int8_operations) == WORK[name]
-    longest = max(result.num_bytes, result.float32_operations + result.int8_operations) / 1e9
+    assert (result.num_bytes, result.float32_operations, result.int16_operations) == WORK[name]
+    longest = max(result.num_bytes, result.float32_operations + result.int16_operations) / 1e9
     assert result.fraction * result.seconds == pytest.approx(longest)
 
 
@@ -69,7 +69,7 @@ def test_every_kernel_has_cases_and_every_case_a_name() -> None:
 
 
 def test_the_limit_that_takes_longer_binds() -> None:
-    limits = Limits(1, read_bytes=10.0, float32_operations=100.0, int8_operations=400.0)
+    limits = Limits(1, read_bytes=10.0, float32_operations=100.0, int16_operations=400.0)
     assert limits.least_seconds(50, 100, 400) == (5.0, "memory")
     assert limits.least_seconds(10, 100, 400) == (2.0, "compute")
 
