@@ -2,21 +2,24 @@
 
 import logging
 import threading
+import time
 
 import msgspec
 
 from gpu_workers.rows import PlanError
 from gpu_workers.runner import Runner
 from ipc.channels import BlockingDealer, LinkError
-from ipc.messages import ToWorker
+from ipc.messages import StepFailed, ToWorker
 
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1  # how soon an idle rank notices that it is to end
+_SENDING_SECONDS = 0.1  # before the process ends, and with it the thread that sends
 
 
 def run_plans(link: BlockingDealer[ToWorker], runner: Runner, stop: threading.Event) -> int:
     """Carry out plans until `stop` is set (0), or until a plan, the link or the model can't be trusted (1)."""
+    plan = None
     try:
         while not stop.is_set():
             plan = link.recv(_POLL_SECONDS)
@@ -33,5 +36,9 @@ def run_plans(link: BlockingDealer[ToWorker], runner: Runner, stop: threading.Ev
     except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
         problem = f"a step failed: {type(error).__name__}: {error}"
         log.debug("where the step failed", exc_info=True)
+        if plan is not None:
+            # Without it, the scheduler could not tell this from a death that the requests have nothing to do with.
+            link.send(StepFailed(plan.step))
+            time.sleep(_SENDING_SECONDS)
     log.error("%s; this rank ends", problem)
     return 1

@@ -319,7 +319,13 @@ class StepResult(Message, frozen=True):
     sample_us: int = 0
 
 
-FromWorker = WorkerReady | StepResult
+class StepFailed(Message, frozen=True):
+    """The last word of a rank that ends because it could not carry out this step; any rank may send it."""
+
+    step: int
+
+
+FromWorker = WorkerReady | StepResult | StepFailed
 
 # --- scheduler -> anyone (PUB; may be lost) --------------------------------------------------------------------------
 

@@ -144,9 +144,9 @@ class SchedulerCore:
             case EngineReady(time):
                 self.engine_ready = self._failed is None
                 self._outages.end(time)
-            case EngineLost(time):
+            case EngineLost(time, in_step):
                 self._outages.begin(time)
-                self._lose_engine(outboxes)
+                self._lose_engine(in_step, outboxes)
             case EngineFailed(_, reason):
                 self._fail_all(reason, outboxes)
             case Tick(time):
@@ -215,7 +215,7 @@ class SchedulerCore:
         if row is not None:
             self._freed_rows.append(row)
 
-    def _lose_engine(self, outboxes: dict[bytes, _Outbox]) -> None:
+    def _lose_engine(self, in_step: bool, outboxes: dict[bytes, _Outbox]) -> None:
         """Nobody will answer the steps in flight; running requests wait to be computed again.
 
         But not for ever: a request that kills the ranks each time it runs would never let the others get on.
@@ -230,6 +230,7 @@ class SchedulerCore:
         for request in running:
             request.losses = 1 if len(request.tokens) > request.tokens_at_loss else request.losses + 1
             request.tokens_at_loss = len(request.tokens)
+            request.lost_in_step = in_step
             if request.losses >= MAX_LOSSES:
                 reason = f"the model's ranks died {MAX_LOSSES} times while they computed this request"
                 failed = Failed(request.request_id, 500, reason, "server_error", None, "engine_died")

@@ -56,6 +56,7 @@ class EngineLost(Struct, frozen=True, gc=False, tag=True, array_like=True):
     """The ranks are gone, and with them all KV; requests wait for new ranks."""
 
     time: float
+    in_step: bool = False  # a rank said that it failed in a step; else it was killed, or died without a word
 
 
 class EngineReady(Struct, frozen=True, gc=False, tag=True, array_like=True):

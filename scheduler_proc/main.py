@@ -20,6 +20,7 @@ from ipc.messages import (
     AbortRequests,
     FromWorker,
     SchedulerReady,
+    StepFailed,
     StopAt,
     Submit,
     TokenizerHello,
@@ -83,6 +84,7 @@ class Scheduler:
         self._greeted: set[bytes] = set()
         self._ranks = Ranks(spec.config.worker.tp)
         self._serving = False  # the ranks have been ready once
+        self._step_failed = False  # as a rank has said before it ended
         self._events: deque[Event] = deque()
         self._handling = False
         self._timer: asyncio.TimerHandle | None = None
@@ -207,6 +209,8 @@ class Scheduler:
     def _from_worker(self, peer: bytes, message: FromWorker) -> None:
         if isinstance(message, WorkerReady):
             self._rank_ready(peer, message)
+        elif isinstance(message, StepFailed):
+            self._step_failed = True
         elif peer != self._ranks.names[0]:
             raise LinkError(f"{peer!r} sent a step result; only rank 0 may")
         elif self._ranks.ready:  # else it is of a step that the core has given up with the lost ranks
@@ -232,7 +236,8 @@ class Scheduler:
     def _worker_lost(self, peer: bytes) -> None:
         if self._ranks.lost(peer):
             log.warning("%s is gone; requests wait until all ranks are back", peer.decode(errors="replace"))
-            self._handle(EngineLost(time.monotonic()))
+            self._handle(EngineLost(time.monotonic(), self._step_failed))
+            self._step_failed = False
             self._publish()
 
 

@@ -39,6 +39,7 @@ class Request:
         "lock",
         "loop_detector",
         "losses",
+        "lost_in_step",
         "lost_positions",
         "min_tokens",
         "namespace",
@@ -103,6 +104,7 @@ class Request:
         self.promised = 0  # further blocks that are kept available for it
         self.losses = 0  # how often running ranks died with it since it last got a token
         self.tokens_at_loss = 0
+        self.lost_in_step = False  # the last time because a step failed
         self.row = -1  # of the workers' state; -1 unless running
         self.admitted_in = -1  # the step in which it last got a row,
         self.started = arrival  # and when
@@ -111,8 +113,11 @@ class Request:
 
     @property
     def is_suspect(self) -> bool:
-        """The ranks have died with it more than once, and it has got no token since: it may be what kills them."""
-        return self.losses > 1 and len(self.tokens) == self.tokens_at_loss
+        """Ranks have failed in its steps more than once, and it has got no token since: it may be what kills them.
+
+        Not so when they were killed: then requests that run one at a time would only be longer in danger.
+        """
+        return self.lost_in_step and self.losses > 1 and len(self.tokens) == self.tokens_at_loss
 
     @property
     def num_outputs(self) -> int:

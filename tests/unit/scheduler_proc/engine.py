@@ -181,13 +181,13 @@ class Engine:
         self.silenced.update(set(self.submitted) - set(self.ends))
         self.handle(PeerLost(self.time, PEER))
 
-    def lose_engine(self) -> None:
+    def lose_engine(self, in_step: bool = False) -> None:
         """The worker dies, with everything it knew; what it had been sent is lost with it."""
         step = self.worker.next_step + len(self.plans)
         self.plans.clear()
         self.worker = self.new_worker()
         self.worker.next_step = step
-        self.handle(EngineLost(self.time))
+        self.handle(EngineLost(self.time, in_step))
 
     def recover(self) -> None:
         self.handle(EngineReady(self.time))

@@ -63,7 +63,7 @@ def test_a_request_that_kills_the_ranks_fails_alone(place: int, outputs: int) ->
     while engine.core.requests:
         if kills():
             deaths += 1
-            engine.lose_engine()
+            engine.lose_engine(in_step=True)
             engine.recover()
         else:
             engine.step()
