@@ -81,7 +81,8 @@ class Worker:
         runner = self._make_runner(1)
         block_size = self._spec.config.scheduler.block_size
         blocks = min(self._spec.num_blocks, _WARM_UP_TOKENS // block_size + 1)
-        n = min(_WARM_UP_TOKENS, blocks * block_size - 1)
+        longest = self._spec.config.model.max_model_len or self._spec.arch.max_position
+        n = min(_WARM_UP_TOKENS, blocks * block_size - 1, longest - 1)
         if n < 1:
             return
         row = NewRow(0, pack_ints([0] * n), n, pack_ints(range(blocks)), _GREEDY)

@@ -57,6 +57,7 @@ class Fleet:
         self._listener = listener
         self._modules = modules
         self._on_change = on_change
+        self._incarnation = 0
         self._processes: dict[Place, Process] = {}
 
     @property
@@ -84,7 +85,8 @@ class Fleet:
 
     async def _fill(self, places: Iterable[Place]) -> list[Process]:
         """Start one process in each place; they share an incarnation, and the ranks among them a meeting point."""
-        incarnation = time.time_ns()
+        # Later than the last one even if the clock was set back: what is older is taken for a message of the dead.
+        incarnation = self._incarnation = max(self._incarnation + 1, time.time_ns())
         rendezvous_port = free_loopback_port() if self._engine.config.worker.tp > 1 else 0
         started = []
         for role, index in places:

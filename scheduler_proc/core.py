@@ -27,7 +27,7 @@ from ipc.messages import (
 from scheduler_proc.admission import Outages, TtftPredictor
 from scheduler_proc.batching import BatchGate, Batching
 from scheduler_proc.checks import Checks
-from scheduler_proc.cost_model import CostModel, StepShape
+from scheduler_proc.cost_model import CostModel
 from scheduler_proc.events import (
     Aborted,
     Arrived,
@@ -63,7 +63,6 @@ class Counters:
     """Totals since start."""
 
     prompt_tokens: int = 0
-    cached_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
     finished: int = 0
@@ -113,7 +112,6 @@ class SchedulerCore:
         self.requests: dict[tuple[bytes, int], Request] = {}
         self.counters = Counters()
         self.engine_ready = False
-        self.last_shape = StepShape(0, 0.0, 0, 0)  # of the newest plan
         self._in_flight: deque[Step] = deque()
         self._next_step = 0
         self._next_order = 0
@@ -260,7 +258,6 @@ class SchedulerCore:
                 self.counters.prompt_tokens += request.num_prompt
         self._next_step += 1
         self._in_flight.append(step)
-        self.last_shape = step.shape
         plan = self._encode(step)
         self._freed_rows = []
         self.kv.end_plan()

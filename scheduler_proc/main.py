@@ -168,6 +168,7 @@ class Scheduler:
             case GiveUpRanks(step, seconds) if self._ranks.ready:
                 problem = f"no result of step {step} within {seconds:g} s"
                 self._control.report(Unresponsive(self._ranks.incarnation, problem))
+                self._step_failed = True
                 self._worker_lost(self._ranks.names[0])
 
     def _set_timer(self, at: float | None) -> None:
@@ -210,7 +211,8 @@ class Scheduler:
         if isinstance(message, WorkerReady):
             self._rank_ready(peer, message)
         elif isinstance(message, StepFailed):
-            self._step_failed = True
+            # Not of a loss that is known already: the others of a killed rank fail too, waiting for it.
+            self._step_failed = self._ranks.ready
         elif peer != self._ranks.names[0]:
             raise LinkError(f"{peer!r} sent a step result; only rank 0 may")
         elif self._ranks.ready:  # else it is of a step that the core has given up with the lost ranks
@@ -223,6 +225,7 @@ class Scheduler:
             raise StartError(f"{rank!r} came up with {blocks} KV blocks (device, host), planned: {planned}")
         if not self._ranks.reported(rank, self._workers.incarnation_of(rank)):
             return
+        self._step_failed = False
         self._handle(EngineReady(time.monotonic()))
         self._publish()
         if self._serving:

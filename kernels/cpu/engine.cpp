@@ -84,6 +84,7 @@ class Engine {
 
     void reserve(int64_t rows) {
         if (rows <= capacity_) return;
+        capacity_ = 0;  // should memory be lacking on the way, nothing is taken for usable
         rows = (rows + kRowsReserved - 1) / kRowsReserved * kRowsReserved;
         for (size_t i = 0; i < shapes_.size(); i++) {
             const auto width = static_cast<size_t>(shapes_[i].width), n = static_cast<size_t>(rows);

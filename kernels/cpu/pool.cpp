@@ -24,10 +24,17 @@ constexpr uint64_t kRemaining = 0xffffffffu;
 }  // namespace
 
 Pool::Pool(int threads) {
-    for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { work(i); });
+    try {
+        for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { work(i); });
+    } catch (...) {
+        end();
+        throw;
+    }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { end(); }
+
+void Pool::end() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         stop_.store(true);

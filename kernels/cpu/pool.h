@@ -37,6 +37,7 @@ class Pool {
   private:
     using Function = void (*)(const void*, int64_t, int);
 
+    void end();
     void start(int64_t tasks, Function function, const void* context);
     bool take_one(int thread);
     void work(int thread);
