@@ -31,7 +31,7 @@ class Model(Protocol):
     backend: Backend
 
     def forward(self, batch: ForwardBatch, kv: Any) -> torch.Tensor:
-        """[S, vocab] float32 logits of `batch.logits_rows`."""
+        """[S, vocab] float32 logits of `batch.logits_rows`, good until the next forward."""
 
 
 class Runner:

@@ -37,8 +37,7 @@ def run_plans(link: BlockingDealer[ToWorker], runner: Runner, stop: threading.Ev
         problem = f"a step failed: {type(error).__name__}: {error}"
         log.debug("where the step failed", exc_info=True)
         if plan is not None:
-            # Without it, the scheduler could not tell this from a death that the requests have nothing to do with. A rank
-            # whose peer was killed says it too, as the exchange with it fails; the scheduler knows better by then.
+            # Without it, the scheduler could not tell this from a death that the requests have nothing to do with.
             link.send(StepFailed(plan.step))
             time.sleep(_SENDING_SECONDS)
     log.error("%s; this rank ends", problem)

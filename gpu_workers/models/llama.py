@@ -142,7 +142,10 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Any) -> torch.Tensor:
-        """Logits [S, vocabulary], float32, of the batch's `logits_rows`, on every rank; K and V go into `kv`."""
+        """Logits [S, vocabulary], float32, of the batch's `logits_rows`, on every rank; K and V go into `kv`.
+
+        The logits are good until the next forward: a backend may write those to the same place.
+        """
         return self.comm.all_gather(self._run(batch, kv))[:, : self.arch.vocab_size]
 
     def _local_logits(self, batch: ForwardBatch, kv: Any) -> Array:
