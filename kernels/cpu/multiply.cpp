@@ -4,7 +4,6 @@
 // the inputs (or over groups of 32 whose integer sums are exact), so it has the same bits alone and in any batch.
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "simd.h"
 #include "weight.h"
@@ -26,7 +25,6 @@ struct Rows {
 // --- float32 and bfloat16 weights, float32 activations ------------------------------------------------------------
 
 struct Float32Panel {
-    static constexpr int kWidth = 16;
     using Element = float;
     static void load(const float* p, F8& low, F8& high) {
         low = load8(p);
@@ -35,7 +33,6 @@ struct Float32Panel {
 };
 
 struct Bfloat16Panel {
-    static constexpr int kWidth = 16;
     using Element = bf16;
     static void load(const bf16* p, F8& low, F8& high) {
 #if TOKENMILL_X86

@@ -48,16 +48,6 @@ inline F8 load8(const bf16* p) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16))};
 }
 inline void store8(float* p, F8 x) { _mm256_storeu_ps(p, x.v); }
-inline void store8(bf16* p, F8 x) {
-    const __m256i bits = _mm256_castps_si256(x.v);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q));
-    rounded = _mm256_blendv_epi8(rounded, _mm256_or_si256(bits, _mm256_set1_epi32(64 << 16)), nan);
-    rounded = _mm256_srli_epi32(rounded, 16);
-    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
-}
 inline F8 operator+(F8 a, F8 b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline F8 operator-(F8 a, F8 b) { return {_mm256_sub_ps(a.v, b.v)}; }
 inline F8 operator*(F8 a, F8 b) { return {_mm256_mul_ps(a.v, b.v)}; }
@@ -109,9 +99,6 @@ inline F8 zero8() { return set8(0.0f); }
 inline F8 load8(const float* p) { return each([&](int i) { return p[i]; }); }
 inline F8 load8(const bf16* p) { return each([&](int i) { return bf16_to_float(p[i]); }); }
 inline void store8(float* p, F8 x) { std::memcpy(p, x.v, sizeof x.v); }
-inline void store8(bf16* p, F8 x) {
-    for (int i = 0; i < 8; i++) p[i] = float_to_bf16(x.v[i]);
-}
 inline F8 operator+(F8 a, F8 b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
 inline F8 operator-(F8 a, F8 b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
 inline F8 operator*(F8 a, F8 b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
