@@ -1,7 +1,7 @@
 """The op set in compiled CPU kernels (`kernels.cpu`): a forward is recorded once and then run by one call a step.
 
 Activations and sums are float32 whatever the compute dtype, which is that of the KV cache and of float weights rounded
-to it. A quantized weight stays the integers it consists of; activations meet it as int16, quantized in groups of 32.
+to it. A quantized weight stays the integers it consists of; activations meet it as integers, quantized in groups of 32.
 
 A row's operations never depend on the other rows, so its bits are the same alone and in any batch.
 """
@@ -27,6 +27,7 @@ from kernels.cpu.library import (
     AttentionSizes,
     BufferShape,
     Code,
+    Codes,
     Engine,
     Kind,
     Op,
@@ -59,8 +60,7 @@ class _Exchange:
 class _Buffer:
     width: int
     version: int = 0
-    has_values: bool = False
-    has_codes: bool = False
+    codes: Codes = Codes.NONE
 
 
 class _Recording:
@@ -80,13 +80,12 @@ class _Recording:
         self.buffers[index].version += 1
         return Value(index, self.buffers[index].version)
 
-    def use(self, value: Value, codes: bool = False) -> int:
-        """The number of a buffer that is read or written, as float32 or as codes."""
+    def use(self, value: Value, codes: Codes = Codes.NONE) -> int:
+        """The number of a buffer that is read or written; `codes`: the form that is needed besides float32."""
         buffer = self.buffers[value.buffer]
         if value.version != buffer.version:
             raise RuntimeError("the model's forward uses a result after the next op of its kind has overwritten it")
-        buffer.has_codes |= codes
-        buffer.has_values |= not codes
+        buffer.codes |= codes
         return value.buffer
 
     def add(self, code: Code, **fields: Any) -> None:
@@ -250,20 +249,20 @@ class NativeCpuBackend(Backend):
         return Value(x.buffer, x.version, logits_rows=True)
 
     def linear(self, x: Value, weight: PackedWeight) -> Value:
-        source = self._record.use(x, weight.is_quantized)
+        source = self._record.use(x, weight.codes)
         out = self._record.output("linear", weight.n)
         self._record.add(Code.LINEAR, input=source, output=self._record.use(out), weight=weight.pointer)
         return out
 
     def gated_linear(self, x: Value, weight: PackedWeight, kind: str) -> Value:
-        source = self._record.use(x, weight.is_quantized)
+        source = self._record.use(x, weight.codes)
         out = self._record.output("gated linear", weight.gated_width)
         flags = FLAG_GELU if kind == "gelu" else 0
         self._record.add(Code.GATED, flags=flags, input=source, output=out.buffer, weight=weight.pointer)
         return out
 
     def logits(self, x: Value, head: PackedWeight) -> Value:
-        self._record.add(Code.LOGITS, input=self._record.use(x, head.is_quantized), weight=head.pointer)
+        self._record.add(Code.LOGITS, input=self._record.use(x, head.codes), weight=head.pointer)
         self._record.vocab_size = head.n
         return x
 
@@ -295,7 +294,7 @@ class _Program:
         # Kept, as fresh pages for as much memory in every step take longer than the head's products.
         self._logits = torch.empty(0, self._vocab_size)
         engine.set_attention(sizes)
-        engine.set_buffers([BufferShape(each.width, each.has_values, each.has_codes) for each in recording.buffers])
+        engine.set_buffers([BufferShape(each.width, each.codes) for each in recording.buffers])
         self._parts: list[ctypes.Array[Op] | _Exchange] = [
             part if isinstance(part, _Exchange) else (Op * len(part))(*part) for part in recording.parts
         ]

@@ -34,10 +34,16 @@ struct TmOp {
     const void* weight;  // Weight, or for TM_NORM float [width]
 };
 
+// Quantized forms of activations, with scales of groups of 32.
+enum TmCodes : int32_t {
+    TM_CODES16 = 1,  // int16, for int8 weights
+    TM_CODES8 = 2,   // int8, and the largest values of a row apart, for int4 weights
+};
+
 struct TmBuffer {
     int64_t width;
-    int32_t has_values;  // float32
-    int32_t has_codes;   // int16 with scales, of groups of 32, for quantized weights
+    int32_t codes;  // TmCodes that it has, besides its float32 values
+    int32_t unused;
 };
 
 // Shapes of attention and the KV pool.
@@ -77,9 +83,8 @@ int64_t tm_kv_block_bytes(const TmAttention* sizes);
 int32_t tm_engine_set_attention(void* engine, const TmAttention* sizes);
 int32_t tm_engine_set_buffers(void* engine, const TmBuffer* buffers, int32_t count);
 int32_t tm_engine_run(void* engine, const TmOp* ops, int32_t count, const TmStep* step);
-// A buffer's memory for at least `rows` rows, until the next run or call with more rows.
-// part 0: values, 1: codes, 2: scales (of each group its scale, and scale * sum of its codes)
-void* tm_engine_buffer(void* engine, int32_t index, int64_t rows, int32_t part);
+// The memory of a buffer's values for at least `rows` rows, until the next run or call with more rows.
+void* tm_engine_values(void* engine, int32_t index, int64_t rows);
 
 void* tm_weight_new(int32_t kind, int64_t n, int64_t k);
 void tm_weight_free(void* weight);

@@ -17,7 +17,8 @@ namespace {
 
 constexpr int64_t kTile = 64;        // key positions; rounded down to whole blocks, at least one
 constexpr int64_t kSplit = 512;      // key positions of a split, likewise
-constexpr int64_t kQueryTokens = 16;  // of a prefill chunk, in one task
+constexpr int64_t kLeastQueryTokens = 4, kMostQueryTokens = 16;  // of a prefill chunk, in one task
+constexpr float kLog2E = 1.44269504f;  // scores are in powers of two
 constexpr float kNothing = -1e30f;   // largest score where no key is seen: finite, so that differences are not NaN
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -58,47 +59,57 @@ void score_block(const float* const* q, int rows, const Element* k, int64_t dim,
     for (; r < rows; r++) score_rows<1>(q + r, k, dim, keys, scores + r * stride, stride);
 }
 
-// out[r] += sum over the block's keys of weights[r][key] * V[key]; V is [count][width].
+// The values of a tile: those of each block are [count][width], in the pool.
+template <class Element>
+struct Values {
+    const Element* const* blocks;
+    int64_t num_blocks;
+    int64_t width;
+    int64_t keys;       // weights of a block
+    int64_t block_size;
+    int64_t last;       // values of the last block
+
+    int64_t count(int64_t block) const { return block + 1 < num_blocks ? block_size : last; }
+};
+
+// out[r] += sum over the tile's keys of weights[r][key] * value[key].
 template <int R, int V, class Element>
-void weigh_vectors(const float* weights, int64_t stride, const Element* values, int64_t count, int64_t width,
-                   float* out, int64_t out_stride) {
+void weigh_vectors(const float* weights, int64_t stride, const Values<Element>& values, int64_t column, float* out,
+                   int64_t out_stride) {
     F8 sums[R][V];
     for (int r = 0; r < R; r++) {
-        for (int v = 0; v < V; v++) sums[r][v] = load8(out + r * out_stride + 8 * v);
+        for (int v = 0; v < V; v++) sums[r][v] = load8(out + r * out_stride + column + 8 * v);
     }
-    for (int64_t key = 0; key < count; key++) {
-        F8 value[V];
-        for (int v = 0; v < V; v++) value[v] = load8(values + key * width + 8 * v);
-        for (int r = 0; r < R; r++) {
-            const F8 weight = set8(weights[r * stride + key]);
-            for (int v = 0; v < V; v++) sums[r][v] = fma(value[v], weight, sums[r][v]);
+    for (int64_t block = 0; block < values.num_blocks; block++) {
+        const Element* from = values.blocks[block] + column;
+        const float* weight = weights + block * values.keys;
+        for (int64_t key = 0; key < values.count(block); key++) {
+            F8 value[V];
+            for (int v = 0; v < V; v++) value[v] = load8(from + key * values.width + 8 * v);
+            for (int r = 0; r < R; r++) {
+                const F8 factor = set8(weight[r * stride + key]);
+                for (int v = 0; v < V; v++) sums[r][v] = fma(value[v], factor, sums[r][v]);
+            }
         }
     }
     for (int r = 0; r < R; r++) {
-        for (int v = 0; v < V; v++) store8(out + r * out_stride + 8 * v, sums[r][v]);
+        for (int v = 0; v < V; v++) store8(out + r * out_stride + column + 8 * v, sums[r][v]);
     }
 }
 
 template <int R, class Element>
-void weigh_rows(const float* weights, int64_t stride, const Element* values, int64_t count, int64_t width, float* out,
-                int64_t out_stride) {
+void weigh_rows(const float* weights, int64_t stride, const Values<Element>& values, float* out, int64_t out_stride) {
     int64_t v = 0;
-    for (; v + 32 <= width; v += 32) {
-        weigh_vectors<R, 4>(weights, stride, values + v, count, width, out + v, out_stride);
-    }
-    for (; v < width; v += 8) weigh_vectors<R, 1>(weights, stride, values + v, count, width, out + v, out_stride);
+    for (; v + 32 <= values.width; v += 32) weigh_vectors<R, 4>(weights, stride, values, v, out, out_stride);
+    for (; v < values.width; v += 8) weigh_vectors<R, 1>(weights, stride, values, v, out, out_stride);
 }
 
 template <class Element>
-void weigh_block(const float* weights, int64_t stride, int rows, const Element* values, int64_t count, int64_t width,
-                 float* out, int64_t out_stride) {
+void weigh_tile(const float* weights, int64_t stride, int rows, const Values<Element>& values, float* out,
+                int64_t out_stride) {
     int r = 0;
-    for (; r + 3 <= rows; r += 3) {
-        weigh_rows<3>(weights + r * stride, stride, values, count, width, out + r * out_stride, out_stride);
-    }
-    for (; r < rows; r++) {
-        weigh_rows<1>(weights + r * stride, stride, values, count, width, out + r * out_stride, out_stride);
-    }
+    for (; r + 3 <= rows; r += 3) weigh_rows<3>(weights + r * stride, stride, values, out + r * out_stride, out_stride);
+    for (; r < rows; r++) weigh_rows<1>(weights + r * stride, stride, values, out + r * out_stride, out_stride);
 }
 
 // A query's state: weighted values [value width], largest score, sum of weights.
@@ -111,7 +122,7 @@ void reset(float* state, int64_t width) {
 // total and part as if their keys had been seen in one softmax, in total.
 void merge(float* total, const float* part, int64_t width) {
     const float largest = std::max(total[width], part[width]);
-    const float keep = exp1(total[width] - largest), add = exp1(part[width] - largest);
+    const float keep = exp2_of(total[width] - largest), add = exp2_of(part[width] - largest);
     for (int64_t i = 0; i < width; i += 8) {
         store8(total + i, fma(load8(part + i), set8(add), load8(total + i) * set8(keep)));
     }
@@ -133,7 +144,7 @@ void Attention::write(const TmStep& step, const Buffer& qkv, const Buffer& q, in
     const float* in = qkv.values + token * qkv.width;
     const float* cos = sizes_.cos + step.positions[token] * half;
     const float* sin = sizes_.sin + step.positions[token] * half;
-    const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+    const float scale = kLog2E / std::sqrt(static_cast<float>(dim));
     float* to = q.values + token * q.width;
     for (int64_t head = 0; head < heads; head++, in += dim, to += dim) {
         for (int64_t i = 0; i < half; i++) {
@@ -171,10 +182,13 @@ void Attention::rope_and_write(Pool& pool, const TmStep& step, const Buffer& qkv
     });
 }
 
-void Attention::plan(const TmStep& step) {
+void Attention::plan(const TmStep& step, int threads) {
     const int64_t blocks = std::max<int64_t>(1, kSplit / sizes_.block_size);
     const int64_t split_keys = blocks * sizes_.block_size;
     const int64_t group = sizes_.num_heads / sizes_.num_kv_heads;
+    // Enough tasks that no thread waits long for the last one, each with enough queries for a key that is loaded.
+    const int64_t share = step.tokens * sizes_.num_kv_heads / (4 * threads);
+    const int64_t query_tokens = std::clamp(share, kLeastQueryTokens, kMostQueryTokens);
     tasks_.clear();
     folds_.clear();
     int64_t partials = 0;
@@ -192,13 +206,18 @@ void Attention::plan(const TmStep& step) {
                 }
                 continue;
             }
-            // Later queries see more keys: they start first, so that no long task is left for the end.
-            for (int64_t first = begin + (end - begin - 1) / kQueryTokens * kQueryTokens; first >= begin;
-                 first -= kQueryTokens) {
-                tasks_.push_back({first, std::min(first + kQueryTokens, end), sequence, head, -1, 0});
+            for (int64_t first = begin; first < end; first += query_tokens) {
+                tasks_.push_back({first, std::min(first + query_tokens, end), sequence, head, -1, 0});
             }
         }
     }
+    // Long ones first, so that none is left for the end.
+    const auto products = [&](const Task& task) {
+        const int64_t keys = task.split < 0 ? step.positions[task.end - 1] + 1 : split_keys;
+        return keys * (task.end - task.begin);
+    };
+    std::stable_sort(tasks_.begin(), tasks_.end(),
+                     [&](const Task& a, const Task& b) { return products(a) > products(b); });
     partials_.resize(static_cast<size_t>(partials * state_width()));
 }
 
@@ -218,6 +237,7 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
         return reinterpret_cast<const Element*>(pool + table[block] * layout_.block_bytes) +
                task.kv_head * layout_.head_elements;
     };
+    const Element* blocks[kTile];
     for (int r = 0; r < rows; r++) reset(states + r * state_width(), width);
     for (int64_t tile = first_block; tile < end_block; tile += tile_blocks) {
         const int64_t tile_end = std::min(tile + tile_blocks, end_block);
@@ -239,23 +259,25 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
             F8 most = set8(state[width]);
             for (int64_t i = 0; i < count; i += 8) most = max8(most, load8(row + i));
             const float largest = largest8(most);
-            const float keep = exp1(state[width] - largest);
             F8 sum = zero8();
             for (int64_t i = 0; i < count; i += 8) {
-                const F8 weight = exp8(load8(row + i) - set8(largest));
+                const F8 weight = exp2_8(load8(row + i) - set8(largest));
                 sum = sum + weight;
                 store8(row + i, weight);
             }
-            state[width + 1] = state[width + 1] * keep + sum8(sum);
-            state[width] = largest;
-            for (int64_t i = 0; i < width; i += 8) store8(state + i, load8(state + i) * set8(keep));
+            if (state[width] != largest) {  // else all that was summed keeps its weight
+                const float keep = exp2_of(state[width] - largest);
+                state[width + 1] *= keep;
+                for (int64_t i = 0; i < width; i += 8) store8(state + i, load8(state + i) * set8(keep));
+                state[width] = largest;
+            }
+            state[width + 1] += sum8(sum);
         }
-        for (int64_t block = tile; block < tile_end; block++) {
-            // Places after the last query may never have been written.
-            const int64_t filled = std::min(block_size, last_position - block * block_size + 1);
-            weigh_block(scores + (block - tile) * layout_.keys, stride, rows, head_of(block) + dim * layout_.keys, filled,
-                        width, states, state_width());
-        }
+        for (int64_t block = tile; block < tile_end; block++) blocks[block - tile] = head_of(block) + dim * layout_.keys;
+        // Places after the last query may never have been written.
+        const int64_t last = std::min(block_size, last_position - (tile_end - 1) * block_size + 1);
+        const Values<Element> values{blocks, tile_end - tile, width, layout_.keys, block_size, last};
+        weigh_tile(scores, stride, rows, values, states, state_width());
     }
 }
 
@@ -310,8 +332,6 @@ void Attention::finish(const Buffer& out, int64_t token, int head, const float* 
     const float inverse = 1.0f / state[width + 1];
     float* to = out.values + token * out.width + head * dim;
     for (int64_t i = 0; i < dim; i++) to[i] = state[i] * inverse;
-    if (out.codes == nullptr || !quantizes()) return;
-    for (int64_t g = 0; g < dim / kGroup; g++) quantize_into(out, token, head * dim / kGroup + g, to + g * kGroup);
 }
 
 void Attention::attend(Pool& pool, const TmStep& step, const Buffer& q, const Buffer& out, int layer) {

@@ -26,17 +26,14 @@ class Attention {
     explicit Attention(const TmAttention& sizes) : sizes_(sizes), layout_(sizes) {}
 
     // To be called once before the operations of a step.
-    void plan(const TmStep& step);
+    void plan(const TmStep& step, int threads);
 
-    // qkv rows: num_heads query heads, then the key heads, then the value heads. q gets the rotated queries, divided by
-    // sqrt(head_dim). Rotation pairs element i with i + head_dim / 2.
+    // qkv rows: num_heads query heads, then the key heads, then the value heads. q gets the rotated queries, times
+    // log2(e) / sqrt(head_dim). Rotation pairs element i with i + head_dim / 2.
     void rope_and_write(Pool& pool, const TmStep& step, const Buffer& qkv, const Buffer& q, int layer) const;
 
     // Causal: the query at position p attends to positions 0..p of its sequence, all in the pool.
     void attend(Pool& pool, const TmStep& step, const Buffer& q, const Buffer& out, int layer);
-
-    // Whether `attend` fills in the codes of `out` itself: where a head is a whole number of groups.
-    bool quantizes() const { return sizes_.head_dim % kGroup == 0; }
 
   private:
     template <class Element>

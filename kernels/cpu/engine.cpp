@@ -91,30 +91,33 @@ class Engine {
             Memory* parts = &memory_[i * kParts];
             Buffer& buffer = buffers_[i];
             buffer.width = shapes_[i].width;
-            if (shapes_[i].has_values) buffer.values = static_cast<float*>(parts[0].reserve(n * width * 4));
-            if (shapes_[i].has_codes) {
-                buffer.codes = static_cast<int16_t*>(parts[1].reserve(n * width * 2));
-                buffer.scales = static_cast<float*>(parts[2].reserve(n * width / kGroup * 8));
+            buffer.values = static_cast<float*>(parts[0].reserve(n * width * 4));
+            if (shapes_[i].codes & TM_CODES16) {
+                buffer.codes16 = static_cast<int16_t*>(parts[1].reserve(n * width * 2));
+                buffer.scales16 = static_cast<float*>(parts[2].reserve(n * width / kGroup * 8));
+            }
+            if (shapes_[i].codes & TM_CODES8) {
+                buffer.codes8 = static_cast<int8_t*>(parts[3].reserve(n * width));
+                buffer.scales8 = static_cast<float*>(parts[4].reserve(n * width / kGroup * 8));
+                buffer.outliers = static_cast<Outlier*>(parts[5].reserve(n * kOutliers * sizeof(Outlier)));
             }
         }
         capacity_ = rows;
     }
 
-    void* buffer(int index, int64_t rows, int part) {
+    float* values(int index, int64_t rows) {
         reserve(rows);
-        const Buffer& b = buffers_[static_cast<size_t>(index)];
-        void* parts[kParts] = {b.values, b.codes, b.scales};
-        return parts[part];
+        return buffers_[static_cast<size_t>(index)].values;
     }
 
     void run(const TmOp* ops, int count, const TmStep& step) {
         reserve(std::max(step.tokens, step.rows));
-        if (attention_) attention_->plan(step);
+        if (attention_) attention_->plan(step, pool_.threads());
         for (int i = 0; i < count; i++) run_one(ops[i], step);
     }
 
   private:
-    static constexpr int kParts = 3;
+    static constexpr int kParts = 6;
 
     void run_one(const TmOp& op, const TmStep& step) {
         const auto at = [&](int index) -> const Buffer& { return buffers_[static_cast<size_t>(index)]; };
@@ -191,7 +194,7 @@ class Engine {
         const float scale = 1.0f / std::sqrt(mean + eps);
         for (i = 0; i + 8 <= width; i += 8) store8(to + i, load8(to + i) * set8(scale) * load8(weight + i));
         for (; i < width; i++) to[i] = to[i] * scale * weight[i];
-        if (out.codes) quantize_row(out, row, to);
+        quantize_row(out, row, to);
     }
 
     // Row blocks outside, column blocks inside: threads share the inputs of a row block.
@@ -199,7 +202,8 @@ class Engine {
     void over_tiles(int64_t rows, int64_t columns, const Body& body) {
         const int64_t column_blocks = (columns + kTileColumns - 1) / kTileColumns;
         const int64_t row_blocks = (rows + kTileRows - 1) / kTileRows;
-        pool_.run(row_blocks * column_blocks, [&](int64_t task, int) {
+        // Memory is read ahead of use, for which a thread's next task must be known.
+        pool_.run_in_turn(row_blocks * column_blocks, [&](int64_t task, int) {
             const int64_t row0 = task / column_blocks * kTileRows, col0 = task % column_blocks * kTileColumns;
             body(row0, static_cast<int>(std::min<int64_t>(kTileRows, rows - row0)), col0,
                  static_cast<int>(std::min<int64_t>(kTileColumns, columns - col0)));
@@ -240,18 +244,21 @@ class Engine {
                 alignas(32) float result[kTileColumns];
                 gate_row(row, row + kTileColumns, kTileColumns, gelu, result);
                 const int64_t at = (row0 + r) * out.width + col0;
-                if (out.values) std::copy(result, result + cols, out.values + at);
-                if (out.codes) quantize_into(out, row0 + r, col0 / kGroup, result);
+                std::copy(result, result + cols, out.values + at);
             }
         });
+        quantize(out, step.tokens);
     }
 
     void attend(const TmOp& op, const TmStep& step) {
-        const Buffer& q = buffers_[static_cast<size_t>(op.in)];
         const Buffer& out = buffers_[static_cast<size_t>(op.out)];
-        attention_->attend(pool_, step, q, out, op.layer);
-        if (out.codes == nullptr || attention_->quantizes()) return;
-        over_rows(step.tokens, [&](int64_t first, int64_t end) {
+        attention_->attend(pool_, step, buffers_[static_cast<size_t>(op.in)], out, op.layer);
+        quantize(out, step.tokens);
+    }
+
+    void quantize(const Buffer& out, int64_t rows) {
+        if (out.codes16 == nullptr && out.codes8 == nullptr) return;
+        over_rows(rows, [&](int64_t first, int64_t end) {
             for (int64_t row = first; row < end; row++) quantize_row(out, row, out.values + row * out.width);
         });
     }
@@ -317,8 +324,8 @@ TM_EXPORT int32_t tm_engine_run(void* engine, const TmOp* ops, int32_t count, co
     return guarded([&] { engine_of(engine).run(ops, count, *step); });
 }
 
-TM_EXPORT void* tm_engine_buffer(void* engine, int32_t index, int64_t rows, int32_t part) {
-    return made([&] { return engine_of(engine).buffer(index, rows, part); });
+TM_EXPORT void* tm_engine_values(void* engine, int32_t index, int64_t rows) {
+    return made([&] { return engine_of(engine).values(index, rows); });
 }
 
 TM_EXPORT void* tm_weight_new(int32_t kind, int64_t n, int64_t k) {

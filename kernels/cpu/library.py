@@ -42,6 +42,18 @@ FLAG_GELU = 1
 FLAG_LOGITS_ROWS = 2
 
 
+class Codes(enum.IntFlag):
+    """Quantized forms of activations; `abi.h` says what each is."""
+
+    NONE = 0
+    CODES16 = 1
+    CODES8 = 2
+
+
+# By what their products are with, weights of the kinds that need codes.
+CODES_OF = {Kind.INT4: Codes.CODES8, Kind.INT8: Codes.CODES16}
+
+
 class Op(Structure):
     """TmOp."""
 
@@ -61,7 +73,7 @@ class Op(Structure):
 class BufferShape(Structure):
     """TmBuffer."""
 
-    _fields_ = (("width", c_int64), ("has_values", c_int32), ("has_codes", c_int32))
+    _fields_ = (("width", c_int64), ("codes", c_int32), ("unused", c_int32))
 
 
 class AttentionSizes(Structure):
@@ -107,7 +119,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tm_engine_set_attention": (c_int32, [c_void_p, POINTER(AttentionSizes)]),
     "tm_engine_set_buffers": (c_int32, [c_void_p, POINTER(BufferShape), c_int32]),
     "tm_engine_run": (c_int32, [c_void_p, POINTER(Op), c_int32, POINTER(Step)]),
-    "tm_engine_buffer": (c_void_p, [c_void_p, c_int32, c_int64, c_int32]),
+    "tm_engine_values": (c_void_p, [c_void_p, c_int32, c_int64]),
     "tm_weight_new": (c_void_p, [c_int32, c_int64, c_int64]),
     "tm_weight_free": (None, [c_void_p]),
     "tm_weight_bytes": (c_int64, [c_void_p]),
@@ -154,9 +166,9 @@ class PackedWeight:
             self._library.tm_weight_free(self.pointer)
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether its products are with int16 codes of its inputs rather than with their float32 values."""
-        return self.kind in (Kind.INT4, Kind.INT8)
+    def codes(self) -> Codes:
+        """What form of its inputs its products are with: codes, or none and therefore float32 values."""
+        return CODES_OF.get(self.kind, Codes.NONE)
 
     @property
     def num_bytes(self) -> int:
@@ -221,7 +233,7 @@ class Engine:
 
     def values(self, buffer: int, rows: int, width: int) -> torch.Tensor:
         """The float32 values [rows, width] of a buffer, not copied: good until a run with more rows than before."""
-        address = _made(self._library.tm_engine_buffer(self._pointer, buffer, rows, 0))
+        address = _made(self._library.tm_engine_values(self._pointer, buffer, rows))
         return torch.frombuffer((c_float * (rows * width)).from_address(address), dtype=torch.float32).view(rows, width)
 
 

@@ -18,8 +18,11 @@ struct Rows {
     int64_t groups;  // of 32 inputs in a row
 
     const float* values(int r) const { return x.values + (first + r) * x.width; }
-    const int16_t* codes() const { return x.codes + first * x.width; }
-    const float* scales() const { return x.scales + first * groups * 2; }
+    const int16_t* codes16() const { return x.codes16 + first * x.width; }
+    const float* scales16() const { return x.scales16 + first * groups * 2; }
+    const int8_t* codes8() const { return x.codes8 + first * x.width; }
+    const float* scales8() const { return x.scales8 + first * groups * 2; }
+    const Outlier* outliers(int r) const { return x.outliers + (first + r) * kOutliers; }
 };
 
 // --- float32 and bfloat16 weights, float32 activations ------------------------------------------------------------
@@ -77,52 +80,26 @@ void multiply_float(const Weight& weight, const Rows& rows, int64_t panel, float
     }
 }
 
-// --- int4 and int8 weights, int16 activations ---------------------------------------------------------------------
-//
-// Measured on AVX2: int8 activations are up to 1.5 times as fast but cost 0.09 of log-probability on average (SmolLM2, a
-// scale for each 32 values); two terms of int8, or codes turned into float32, are slower than int16 for few rows, and no
-// faster for many.
+// --- int8 weights, int16 activations ------------------------------------------------------------------------------
 //
 // The loops over j stay loops: unrolled, compilers move all loads to the front and run out of registers.
 
-// The codes of four inputs of 8 columns (byte i of each column's four: input i) as two vectors of pairs: inputs 0 and 2,
-// inputs 1 and 3. `j` counts the fours of a group.
 #if TOKENMILL_X86
 
-struct Int4Pairs {
-    using Group = Int4Group;
-    static constexpr bool kHasMinimum = true;
+inline __m256i load_codes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
-    static void load(const Group& group, int j, __m256i& even, __m256i& odd) {
-        const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group.codes[j & 3]));
-        const __m256i mask = _mm256_set1_epi32(0x000f000f);
-        even = _mm256_and_si256(j < 4 ? both : _mm256_srli_epi32(both, 4), mask);
-        odd = _mm256_and_si256(_mm256_srli_epi32(both, j < 4 ? 8 : 12), mask);
-    }
-    static F8 scale(const Group& group) { return halves(group.scale); }
-    static F8 minimum(const Group& group) { return halves(group.minimum); }
-    static F8 halves(const uint16_t* p) {
-        return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
-    }
-};
+// How many groups ahead memory is asked for: those of the next panels, or further where little is done with each.
+// Measured: the hardware alone reads int4 weights at half the speed that this gets.
+inline int64_t groups_ahead(const Weight& weight, const Rows& rows, int r, int p) {
+    constexpr int64_t kBytes = 24 << 10;
+    const int64_t panels = r > 1 ? p : std::max<int64_t>(p, kBytes / weight.panel_bytes());
+    return rows.groups * panels;
+}
 
-struct Int8Pairs {
-    using Group = Int8Group;
-    static constexpr bool kHasMinimum = false;
-
-    static void load(const Group& group, int j, __m256i& even, __m256i& odd) {
-        const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group.codes[j]));
-        even = _mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 8);
-        odd = _mm256_srai_epi16(codes, 8);
-    }
-    static F8 scale(const Group& group) { return load8(group.scale); }
-    static F8 minimum(const Group&) { return zero8(); }
-};
-
-inline __m256i broadcast_pair(const int16_t* p) {
-    int32_t pair;
-    std::memcpy(&pair, p, 4);
-    return _mm256_set1_epi32(pair);
+inline __m256i broadcast4(const void* p) {
+    int32_t bytes;
+    std::memcpy(&bytes, p, 4);
+    return _mm256_set1_epi32(bytes);
 }
 
 // sums + a * b of pairs
@@ -134,26 +111,14 @@ inline __m256i add_products(__m256i sums, __m256i a, __m256i b) {
 #endif
 }
 
-template <class Pairs, int R, int P>
-inline void add_four(const typename Pairs::Group* const* w, int j, const int16_t* x, int64_t width, __m256i (*sums)[P]) {
-    for (int p = 0; p < P; p++) {
-        __m256i even, odd;
-        Pairs::load(*w[p], j, even, odd);
-        for (int r = 0; r < R; r++) {
-            sums[r][p] = add_products(sums[r][p], even, broadcast_pair(x + r * width + 4 * j));
-            sums[r][p] = add_products(sums[r][p], odd, broadcast_pair(x + r * width + 4 * j + 2));
-        }
-    }
-}
-
 // Sums of a group fit 32 bits: 32 * 128 * 32767 is 1.3e8.
-template <class Pairs, int R, int P>
-void multiply_integers(const Weight& weight, const Rows& rows, int64_t panel, float* out, int stride) {
-    using Group = typename Pairs::Group;
-    const Group* w[P];
-    for (int p = 0; p < P; p++) w[p] = reinterpret_cast<const Group*>(weight.panel(panel + p));
-    const int16_t* codes = rows.codes();
-    const float* scales = rows.scales();
+template <int R, int P>
+void multiply_int8(const Weight& weight, const Rows& rows, int64_t panel, float* out, int stride) {
+    const Int8Group* w[P];
+    for (int p = 0; p < P; p++) w[p] = reinterpret_cast<const Int8Group*>(weight.panel(panel + p));
+    const int16_t* codes = rows.codes16();
+    const int64_t ahead = groups_ahead(weight, rows, R, P);
+    const float* scales = rows.scales16();
     const int64_t width = rows.groups * kGroup;
     F8 totals[R][P];
     for (auto& row : totals) {
@@ -164,19 +129,26 @@ void multiply_integers(const Weight& weight, const Rows& rows, int64_t panel, fl
         for (auto& row : sums) {
             for (auto& sum : row) sum = _mm256_setzero_si256();
         }
+        for (int p = 0; p < P; p++) prefetch(&w[p][g] + ahead, sizeof(Int8Group));
 #pragma GCC unroll 1
-        for (int j = 0; j < 4; j++) add_four<Pairs, R, P>(w, j, codes + g * kGroup, width, sums);
-#pragma GCC unroll 1
-        for (int j = 4; j < 8; j++) add_four<Pairs, R, P>(w, j, codes + g * kGroup, width, sums);
-        for (int p = 0; p < P; p++) {
-            const F8 scale = Pairs::scale(*w[p]), minimum = Pairs::minimum(*w[p]);
-            for (int r = 0; r < R; r++) {
-                const float* x = scales + 2 * (r * rows.groups + g);
-                const F8 whole = {_mm256_cvtepi32_ps(sums[r][p])};
-                totals[r][p] = fma(whole, scale * set8(x[0]), totals[r][p]);
-                if constexpr (Pairs::kHasMinimum) totals[r][p] = fma(minimum, set8(x[1]), totals[r][p]);
+        for (int j = 0; j < 8; j++) {
+            const int16_t* x = codes + g * kGroup + 4 * j;
+            for (int p = 0; p < P; p++) {
+                // Of each column's four codes: those of inputs 0 and 2, and of inputs 1 and 3.
+                const __m256i four = load_codes(w[p][g].codes[j]);
+                const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8), odd = _mm256_srai_epi16(four, 8);
+                for (int r = 0; r < R; r++) {
+                    sums[r][p] = add_products(sums[r][p], even, broadcast4(x + r * width));
+                    sums[r][p] = add_products(sums[r][p], odd, broadcast4(x + r * width + 2));
+                }
             }
-            w[p]++;
+        }
+        for (int p = 0; p < P; p++) {
+            const F8 scale = load8(w[p][g].scale);
+            for (int r = 0; r < R; r++) {
+                const F8 whole = {_mm256_cvtepi32_ps(sums[r][p])};
+                totals[r][p] = fma(whole, scale * set8(scales[2 * (r * rows.groups + g)]), totals[r][p]);
+            }
         }
     }
     for (int r = 0; r < R; r++) {
@@ -186,39 +158,156 @@ void multiply_integers(const Weight& weight, const Rows& rows, int64_t panel, fl
 
 #else
 
-struct Int4Pairs {
-    using Group = Int4Group;
-    static int code(const Group& group, int c, int input) {
-        const int j = input / 4;
-        const uint8_t both = group.codes[j % 4][4 * c + input % 4];
-        return j < 4 ? both & 15 : both >> 4;
-    }
-    static float scale(const Group& group, int c) { return half_to_float(group.scale[c]); }
-    static float minimum(const Group& group, int c) { return half_to_float(group.minimum[c]); }
-};
-
-struct Int8Pairs {
-    using Group = Int8Group;
-    static int code(const Group& group, int c, int input) { return group.codes[input / 4][4 * c + input % 4]; }
-    static float scale(const Group& group, int c) { return group.scale[c]; }
-    static float minimum(const Group&, int) { return 0.0f; }
-};
-
-template <class Pairs, int R, int P>
-void multiply_integers(const Weight& weight, const Rows& rows, int64_t panel, float* out, int stride) {
+template <int R, int P>
+void multiply_int8(const Weight& weight, const Rows& rows, int64_t panel, float* out, int stride) {
     constexpr int order[4] = {0, 2, 1, 3};
     for (int p = 0; p < P; p++) {
-        const auto* w = reinterpret_cast<const typename Pairs::Group*>(weight.panel(panel + p));
+        const auto* w = reinterpret_cast<const Int8Group*>(weight.panel(panel + p));
         for (int r = 0; r < R; r++) {
             for (int c = 0; c < 8; c++) {
                 float total = 0.0f;
                 for (int64_t g = 0; g < rows.groups; g++) {
-                    const int16_t* x = rows.codes() + (r * rows.groups + g) * kGroup;
-                    const float* scales = rows.scales() + 2 * (r * rows.groups + g);
+                    const int16_t* x = rows.codes16() + (r * rows.groups + g) * kGroup;
                     int32_t sum = 0;
-                    for (int i = 0; i < kGroup; i++) sum += Pairs::code(w[g], c, i / 4 * 4 + order[i % 4]) * x[i];
-                    total = static_cast<float>(sum) * (Pairs::scale(w[g], c) * scales[0]) + total;
-                    total = Pairs::minimum(w[g], c) * scales[1] + total;
+                    for (int i = 0; i < kGroup; i++) sum += w[g].codes[i / 4][4 * c + i % 4] * x[i / 4 * 4 + order[i % 4]];
+                    total = static_cast<float>(sum) * (w[g].scale[c] * rows.scales16()[2 * (r * rows.groups + g)]) + total;
+                }
+                out[r * stride + p * 8 + c] = total;
+            }
+        }
+    }
+}
+
+#endif
+
+// --- int4 weights, int8 activations -------------------------------------------------------------------------------
+//
+// Products of pairs are added up in 16 bits, 32 inputs at a time: 8 * 2 * 15 * 127 is 30,480. That halves the work of
+// 16-bit activations. What it would cost in exactness is mostly due to single large values, which stretch the scale of
+// all the others in their group: the largest of a row are therefore multiplied as float32 instead.
+
+#if TOKENMILL_X86
+
+inline F8 halves8(const uint16_t* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+
+// A group's sums of products: 16 bits, or 32 bits where one instruction adds up four.
+struct Int4Sums {
+    __m256i v = _mm256_setzero_si256();
+
+    void add(__m256i codes, __m256i x) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+        v = _mm256_dpbusd_epi32(v, codes, x);
+#else
+        v = _mm256_add_epi16(v, _mm256_maddubs_epi16(codes, x));
+#endif
+    }
+    F8 whole() const {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+        return {_mm256_cvtepi32_ps(v)};
+#else
+        return {_mm256_cvtepi32_ps(_mm256_madd_epi16(v, _mm256_set1_epi16(1)))};
+#endif
+    }
+};
+
+// The products of four inputs of each column.
+template <int R, int P>
+inline void add_four(const __m256i* codes, const int8_t* x, int64_t width, Int4Sums (*sums)[P]) {
+    for (int r = 0; r < R; r++) {
+        const __m256i inputs = broadcast4(x + r * width);
+        for (int p = 0; p < P; p++) sums[r][p].add(codes[p], inputs);
+    }
+}
+
+// Column values of one input.
+inline F8 int4_column(const Int4Group& group, int inner) {
+    const int j = inner / 4, shift = inner % 4 * 8 + (j < 4 ? 0 : 4);
+    const __m256i codes = _mm256_srl_epi32(load_codes(group.codes[j & 3]), _mm_cvtsi32_si128(shift));
+    const F8 whole = {_mm256_cvtepi32_ps(_mm256_and_si256(codes, _mm256_set1_epi32(15)))};
+    return fma(whole, halves8(group.scale), halves8(group.minimum));
+}
+
+template <int R, int P>
+void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float* out, int stride) {
+    const Int4Group* w[P];
+    for (int p = 0; p < P; p++) w[p] = reinterpret_cast<const Int4Group*>(weight.panel(panel + p));
+    const int8_t* codes = rows.codes8();
+    const float* scales = rows.scales8();
+    const int64_t ahead = groups_ahead(weight, rows, R, P);
+    const int64_t width = rows.groups * kGroup;
+    const __m256i low = _mm256_set1_epi8(15);
+    F8 totals[R][P];
+    for (auto& row : totals) {
+        for (auto& total : row) total = zero8();
+    }
+    for (int64_t g = 0; g < rows.groups; g++) {
+        Int4Sums sums[R][P];
+        for (int p = 0; p < P; p++) prefetch(&w[p][g] + ahead, sizeof(Int4Group));
+#pragma GCC unroll 1
+        for (int j = 0; j < 4; j++) {
+            const int8_t* x = codes + g * kGroup + 4 * j;
+            __m256i four[P];
+            for (int p = 0; p < P; p++) four[p] = _mm256_and_si256(load_codes(w[p][g].codes[j]), low);
+            add_four<R, P>(four, x, width, sums);
+            for (int p = 0; p < P; p++) {
+                four[p] = _mm256_and_si256(_mm256_srli_epi16(load_codes(w[p][g].codes[j]), 4), low);
+            }
+            add_four<R, P>(four, x + 16, width, sums);
+        }
+        F8 scale[P], minimum[P];
+        for (int p = 0; p < P; p++) {
+            scale[p] = halves8(w[p][g].scale);
+            minimum[p] = halves8(w[p][g].minimum);
+        }
+        for (int r = 0; r < R; r++) {
+            const float* x = scales + 2 * (r * rows.groups + g);
+            for (int p = 0; p < P; p++) {
+                totals[r][p] = fma(sums[r][p].whole(), scale[p] * set8(x[0]), totals[r][p]);
+                totals[r][p] = fma(minimum[p], set8(x[1]), totals[r][p]);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        for (int o = 0; o < kOutliers; o++) {
+            const Outlier& outlier = rows.outliers(r)[o];
+            for (int p = 0; p < P; p++) {
+                const F8 column = int4_column(w[p][outlier.input / kGroup], outlier.input % kGroup);
+                totals[r][p] = fma(column, set8(outlier.value), totals[r][p]);
+            }
+        }
+        for (int p = 0; p < P; p++) store8(out + r * stride + p * 8, totals[r][p]);
+    }
+}
+
+#else
+
+inline int int4_code(const Int4Group& group, int c, int input) {
+    const int j = input / 4;
+    const uint8_t both = group.codes[j % 4][4 * c + input % 4];
+    return j < 4 ? both & 15 : both >> 4;
+}
+
+template <int R, int P>
+void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float* out, int stride) {
+    for (int p = 0; p < P; p++) {
+        const auto* w = reinterpret_cast<const Int4Group*>(weight.panel(panel + p));
+        for (int r = 0; r < R; r++) {
+            for (int c = 0; c < 8; c++) {
+                float total = 0.0f;
+                for (int64_t g = 0; g < rows.groups; g++) {
+                    const int8_t* x = rows.codes8() + (r * rows.groups + g) * kGroup;
+                    const float* scales = rows.scales8() + 2 * (r * rows.groups + g);
+                    int32_t sum = 0;
+                    for (int i = 0; i < kGroup; i++) sum += int4_code(w[g], c, i) * x[i];
+                    total = static_cast<float>(sum) * (half_to_float(w[g].scale[c]) * scales[0]) + total;
+                    total = half_to_float(w[g].minimum[c]) * scales[1] + total;
+                }
+                for (int o = 0; o < kOutliers; o++) {
+                    const Outlier& outlier = rows.outliers(r)[o];
+                    const Int4Group& group = w[outlier.input / kGroup];
+                    const auto code = static_cast<float>(int4_code(group, c, outlier.input % kGroup));
+                    const float value = code * half_to_float(group.scale[c]) + half_to_float(group.minimum[c]);
+                    total = value * outlier.value + total;
                 }
                 out[r * stride + p * 8 + c] = total;
             }
@@ -253,14 +342,21 @@ const Kernels* float_kernels() {
     return table;
 }
 
-template <class Pairs>
-const Kernels* integer_kernels() {
+const Kernels* int8_kernels() {
     static constexpr Kernels table[] = {
-        {6, 1, multiply_integers<Pairs, 6, 1>, multiply_integers<Pairs, 6, 1>},
-        {4, 1, multiply_integers<Pairs, 4, 1>, multiply_integers<Pairs, 4, 1>},
-        {3, 1, multiply_integers<Pairs, 3, 1>, multiply_integers<Pairs, 3, 1>},
-        {2, 2, multiply_integers<Pairs, 2, 2>, multiply_integers<Pairs, 2, 1>},
-        {1, 4, multiply_integers<Pairs, 1, 4>, multiply_integers<Pairs, 1, 1>},
+        {6, 1, multiply_int8<6, 1>, multiply_int8<6, 1>}, {4, 1, multiply_int8<4, 1>, multiply_int8<4, 1>},
+        {3, 1, multiply_int8<3, 1>, multiply_int8<3, 1>}, {2, 2, multiply_int8<2, 2>, multiply_int8<2, 1>},
+        {1, 4, multiply_int8<1, 4>, multiply_int8<1, 1>},
+    };
+    return table;
+}
+
+const Kernels* int4_kernels() {
+    static constexpr Kernels table[] = {
+        {4, 2, multiply_int4<4, 2>, multiply_int4<4, 1>},
+        {3, 2, multiply_int4<3, 2>, multiply_int4<3, 1>},
+        {2, 2, multiply_int4<2, 2>, multiply_int4<2, 1>},
+        {1, 4, multiply_int4<1, 4>, multiply_int4<1, 1>},
     };
     return table;
 }
@@ -269,8 +365,8 @@ const Kernels* kernels_of(Kind kind) {
     switch (kind) {
         case Kind::kFloat32: return float_kernels<Float32Panel>();
         case Kind::kBfloat16: return float_kernels<Bfloat16Panel>();
-        case Kind::kInt4: return integer_kernels<Int4Pairs>();
-        case Kind::kInt8: return integer_kernels<Int8Pairs>();
+        case Kind::kInt4: return int4_kernels();
+        case Kind::kInt8: return int8_kernels();
     }
     return nullptr;
 }

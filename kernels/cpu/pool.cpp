@@ -23,7 +23,7 @@ constexpr uint64_t kRemaining = 0xffffffffu;
 
 }  // namespace
 
-Pool::Pool(int threads) {
+Pool::Pool(int threads) : shares_(new Share[static_cast<size_t>(threads > 1 ? threads : 1)]) {
     try {
         for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { work(i); });
     } catch (...) {
@@ -73,6 +73,16 @@ bool Pool::take_one(int thread) {
     function_(context_, tasks_ - static_cast<int64_t>(ticket & kRemaining), thread);
     done_.fetch_add(1, std::memory_order_release);
     return true;
+}
+
+// As many calls as there are tasks, so each finds one.
+int64_t Pool::take_in_turn(int thread) {
+    for (int i = thread;; i = i + 1 < threads() ? i + 1 : 0) {
+        Share& share = shares_[i];
+        if (share.next.load(std::memory_order_relaxed) >= share.end) continue;
+        const int64_t task = share.next.fetch_add(1, std::memory_order_relaxed);
+        if (task < share.end) return task;
+    }
 }
 
 void Pool::work(int thread) {

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -34,7 +35,25 @@ class Pool {
         }, &body);
     }
 
+    // Likewise, but each thread takes tasks that follow one another, as long as there are any of its share.
+    template <class Body>
+    void run_in_turn(int64_t tasks, const Body& body) {
+        const int64_t shares = threads();
+        for (int64_t i = 0; i < shares; i++) {
+            shares_[i].next.store(tasks * i / shares, std::memory_order_relaxed);
+            shares_[i].end = tasks * (i + 1) / shares;
+        }
+        run(tasks, [&](int64_t, int thread) { body(take_in_turn(thread), thread); });
+    }
+
   private:
+    struct alignas(64) Share {
+        std::atomic<int64_t> next{0};
+        int64_t end = 0;
+    };
+
+    int64_t take_in_turn(int thread);
+
     using Function = void (*)(const void*, int64_t, int);
 
     void end();
@@ -54,6 +73,7 @@ class Pool {
     std::mutex mutex_;
     std::condition_variable wake_;
     std::vector<std::thread> workers_;
+    std::unique_ptr<Share[]> shares_;  // one a thread
 };
 
 }  // namespace tokenmill

@@ -34,6 +34,14 @@ inline bf16 float_to_bf16(float x) {
     return static_cast<bf16>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
+// Asks for memory that is needed soon.
+inline void prefetch(const void* start, size_t bytes) {
+#if defined(__GNUC__)
+    const char* p = static_cast<const char*>(start);
+    for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at);
+#endif
+}
+
 #if TOKENMILL_X86
 
 struct F8 {
@@ -57,7 +65,7 @@ inline F8 max8(F8 a, F8 b) { return {_mm256_max_ps(a.v, b.v)}; }
 inline F8 min8(F8 a, F8 b) { return {_mm256_min_ps(a.v, b.v)}; }
 inline F8 abs8(F8 a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
 inline F8 round8(F8 a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// 2^n for whole n in -126..127
+// 2^n for whole n in -126..127; 0 for -127
 inline F8 power_of_two(F8 n) {
     __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
     return {_mm256_castsi256_ps(bits)};
@@ -70,6 +78,13 @@ inline void store_codes(int16_t* p, F8 a, F8 b) {
     codes = _mm256_permute4x64_epi64(codes, 0xd8);
     codes = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(codes, 0xd8), 0xd8);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), codes);
+}
+// 32 whole numbers in -127..127, in order
+inline void store_codes(int8_t* p, const F8* parts) {
+    const auto whole = [&](int i) { return _mm256_cvtps_epi32(parts[i].v); };
+    const __m256i codes = _mm256_packs_epi16(_mm256_packs_epi32(whole(0), whole(1)), _mm256_packs_epi32(whole(2), whole(3)));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(codes, order));
 }
 inline float sum8(F8 a) {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
@@ -126,6 +141,12 @@ inline void store_codes(int16_t* p, F8 a, F8 b) {
         p[8 + i] = code(b.v[i / 4 * 4 + order[i % 4]]);
     }
 }
+inline void store_codes(int8_t* p, const F8* parts) {
+    for (int i = 0; i < 32; i++) {
+        const float x = parts[i / 8].v[i % 8];
+        p[i] = static_cast<int8_t>(x == x ? x : 0.0f);
+    }
+}
 inline float sum8(F8 a) {
     const float* v = a.v;
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
@@ -156,9 +177,24 @@ inline F8 exp8(F8 x) {
     return keep_unless_less(p * power_of_two(n), x, lowest);
 }
 
-inline float exp1(float x) {
+// 2^x for x <= 0, relative error below 3e-7; 0 below -126.5 (also for -inf); NaN gives NaN.
+// The polynomial is that of degree 5, with 1 at 0, of the least relative error on -0.5..0.5 (Lawson's iteration).
+inline F8 exp2_8(F8 x) {
+    const F8 inside = max8(set8(-127.0f), x);  // gives its second operand where one is NaN
+    const F8 n = round8(inside);
+    const F8 r = inside - n;
+    F8 p = set8(0.00132647273f);
+    p = fma(p, r, set8(0.00967151299f));
+    p = fma(p, r, set8(0.0555073358f));
+    p = fma(p, r, set8(0.240222424f));
+    p = fma(p, r, set8(0.693147004f));
+    p = fma(p, r, set8(1.0f));
+    return p * power_of_two(n);  // of -127: 0
+}
+
+inline float exp2_of(float x) {
     float out[8];
-    store8(out, exp8(set8(x)));
+    store8(out, exp2_8(set8(x)));
     return out[0];
 }
 

@@ -196,22 +196,67 @@ void Weight::read_row(int64_t index, float* out) const {
     }
 }
 
-void quantize_group(const float* x, int16_t* codes, float* scales) {
-    F8 v[4];
-    for (int i = 0; i < 4; i++) v[i] = load8(x + 8 * i);
-    const float largest = largest8(max8(max8(abs8(v[0]), abs8(v[1])), max8(abs8(v[2]), abs8(v[3]))));
+namespace {
+
+F8 magnitude_of_group(const float* x) {
+    return max8(max8(abs8(load8(x)), abs8(load8(x + 8))), max8(abs8(load8(x + 16)), abs8(load8(x + 24))));
+}
+
+// Codes of 32 values as whole floats; scales[0] = largest / most, scales[1] = that times the sum of the codes.
+void quantize_group(const float* x, float largest, float most, F8* codes, float* scales) {
     const bool some = largest > 1e-30f;  // below, the inverse would overflow; such values are nothing beside any weight
-    const F8 inverse = set8(some ? 32767.0f / largest : 0.0f);
+    const F8 inverse = set8(some ? most / largest : 0.0f);
     F8 total = zero8();
-    for (auto& part : v) {
-        part = round8(part * inverse);
-        total = total + part;  // whole numbers below 2^24: exact
+    for (int i = 0; i < 4; i++) {
+        codes[i] = round8(load8(x + 8 * i) * inverse);
+        total = total + codes[i];  // whole numbers below 2^24: exact
     }
-    store_codes(codes, v[0], v[1]);
-    store_codes(codes + 16, v[2], v[3]);
     const float sum = sum8(total);
-    scales[0] = std::isnan(sum) ? sum : some ? largest / 32767.0f : 0.0f;  // codes can't say NaN, largest8 may miss it
+    scales[0] = std::isnan(sum) ? sum : some ? largest / most : 0.0f;  // codes can't say NaN, largest8 may miss it
     scales[1] = scales[0] * sum;
+}
+
+}  // namespace
+
+void quantize16(const float* x, int64_t width, int16_t* codes, float* scales) {
+    for (int64_t g = 0; g < width / kGroup; g++, x += kGroup, codes += kGroup, scales += 2) {
+        F8 whole[4];
+        quantize_group(x, largest8(magnitude_of_group(x)), 32767.0f, whole, scales);
+        store_codes(codes, whole[0], whole[1]);
+        store_codes(codes + 16, whole[2], whole[3]);
+    }
+}
+
+void quantize8(const float* x, int64_t width, int8_t* codes, float* scales, Outlier* outliers) {
+    const int64_t groups = width / kGroup;
+    // Largest magnitudes of the groups: kept where the scales will be.
+    for (int64_t g = 0; g < groups; g++) scales[2 * g] = largest8(magnitude_of_group(x + g * kGroup));
+    alignas(32) float rest[kOutliers][kGroup];  // groups with outliers, without them
+    int64_t places[kOutliers];
+    int changed = 0;
+    for (int o = 0; o < kOutliers; o++) {
+        int64_t top = 0;
+        for (int64_t g = 1; g < groups; g++) top = scales[2 * g] > scales[2 * top] ? g : top;
+        int copy = 0;
+        while (copy < changed && places[copy] != top) copy++;
+        if (copy == changed) {
+            places[changed++] = top;
+            std::memcpy(rest[copy], x + top * kGroup, sizeof rest[copy]);
+        }
+        int inner = 0;
+        for (int i = 1; i < kGroup; i++) inner = std::fabs(rest[copy][i]) > std::fabs(rest[copy][inner]) ? i : inner;
+        const float value = rest[copy][inner];
+        outliers[o] = {static_cast<int32_t>(top * kGroup + inner), std::isfinite(value) ? value : NAN};
+        rest[copy][inner] = 0.0f;
+        scales[2 * top] = largest8(magnitude_of_group(rest[copy]));
+    }
+    for (int64_t g = 0; g < groups; g++) {
+        const float* from = x + g * kGroup;
+        for (int copy = 0; copy < changed; copy++) from = places[copy] == g ? rest[copy] : from;
+        F8 whole[4];
+        quantize_group(from, scales[2 * g], 127.0f, whole, scales + 2 * g);
+        store_codes(codes + g * kGroup, whole);
+    }
 }
 
 }  // namespace tokenmill

@@ -62,25 +62,36 @@ struct Weight {
 uint16_t float_to_half(float x);
 float half_to_float(uint16_t x);
 
-// Rows of activations; of `width` elements each. Either part may be absent.
-struct Buffer {
-    int64_t width = 0;
-    float* values = nullptr;    // [rows, width]
-    // value = code * scale of its group; of every four codes the first, third, second and fourth
-    int16_t* codes = nullptr;  // [rows, width]
-    float* scales = nullptr;   // [rows, width / 32, 2]: of each group its scale, and scale * sum of its codes
+// One value of a row that is left out of its int8 codes.
+struct Outlier {
+    int32_t input;
+    float value;
 };
 
-// Quantize 32 values to int16, symmetric: scales[0] = largest / 32767, scales[1] = that times the sum of the codes.
-void quantize_group(const float* x, int16_t* codes, float* scales);
+constexpr int kOutliers = 4;  // of each row, the largest
 
-inline void quantize_into(const Buffer& out, int64_t row, int64_t group, const float* x) {
-    const int64_t groups = out.width / kGroup;
-    quantize_group(x, out.codes + row * out.width + group * kGroup, out.scales + 2 * (row * groups + group));
-}
+// Rows of activations, of `width` elements each. Codes may be absent.
+struct Buffer {
+    int64_t width = 0;
+    float* values = nullptr;  // [rows, width]
+    // For int8 weights: value = code * scale of its group; of every four codes the first, third, second and fourth.
+    int16_t* codes16 = nullptr;  // [rows, width]
+    float* scales16 = nullptr;   // [rows, width / 32, 2]: of each group its scale, and scale * sum of its codes
+    // For int4 weights: likewise, in order, without the outliers, whose codes are 0.
+    int8_t* codes8 = nullptr;
+    float* scales8 = nullptr;
+    Outlier* outliers = nullptr;  // [rows, 4]
+};
 
+// Symmetric: scale = largest / 32767 of each 32, or largest / 127.
+void quantize16(const float* x, int64_t width, int16_t* codes, float* scales);
+void quantize8(const float* x, int64_t width, int8_t* codes, float* scales, Outlier* outliers);
+
+// The forms that `out` has, of the row `x`.
 inline void quantize_row(const Buffer& out, int64_t row, const float* x) {
-    for (int64_t g = 0; g < out.width / kGroup; g++) quantize_into(out, row, g, x + g * kGroup);
+    const int64_t at = row * out.width, scales_at = row * (out.width / kGroup) * 2;
+    if (out.codes16) quantize16(x, out.width, out.codes16 + at, out.scales16 + scales_at);
+    if (out.codes8) quantize8(x, out.width, out.codes8 + at, out.scales8 + scales_at, out.outliers + row * kOutliers);
 }
 
 // tile[r * stride + c] = row `row0 + r` of x times column `col0 + c` of the weight, without bias.

@@ -19,7 +19,7 @@ from kernels.cpu.build import BuildError
 from tools.bench_engine.measured import MeasuredBackend, make_measured_backend
 from tools.bench_engine.steps import BLOCK_SIZE, MOST_STEPS, Steps, StepTimes, attention_operations, kv_bytes
 from tools.bench_kernels.command import check_common, machine_line, say, write_json
-from tools.bench_kernels.limits import Limits, measure_limits, usable_cores
+from tools.bench_kernels.limits import Limits, Work, measure_limits, usable_cores
 from tools.simulate.table import render
 
 _EPILOG = """\
@@ -32,7 +32,7 @@ prepare, forward, sample, rest   the step's parts in us: index arithmetic; the m
           tokens; and what the runner does besides
 limit     the time that the work takes at the limits of the machine, measured by the probes of tools.bench_kernels in
           the same run, over the time measured: that of the bytes of weights and KV, or that of the operations (two for
-          a multiply-add, at the rates of float32 and int16), whichever is longer; by says which
+          a multiply-add, at the rates of float32, int16 and int8), whichever is longer; by says which
 
   python -m tools.bench_engine --model models/SmolLM2-135M-Instruct.Q4_1.gguf
   python -m tools.bench_engine --model DIR --quantization none --dtype bfloat16 --decode 1,64 --prefill 512
@@ -49,9 +49,7 @@ class Result:
     context: float  # mean, at the end of the steps
     times: StepTimes
     tokens_per_second: float
-    num_bytes: float | None = None
-    float32_operations: float | None = None
-    int16_operations: float | None = None
+    work: Work | None = None
     fraction: float | None = None  # of the limit that binds
     bound: str | None = None
 
@@ -104,13 +102,12 @@ class Bench:
         arch, backend = self._model.arch, self._model.backend
         rate = tokens / times.interval
         if self._limits and isinstance(backend, MeasuredBackend):
-            of_products, int16 = backend.operations(tokens, sampled)
-            float32 = of_products + attention_operations(arch, seen)
+            operations = backend.operations(tokens, sampled)
+            operations["float32_operations"] += attention_operations(arch, seen)
             element = 2 if backend.dtype == torch.bfloat16 else 4
-            num_bytes = backend.weight_bytes() + kv_bytes(arch, kv, element)
-            least, bound = self._limits.least_seconds(num_bytes, float32, int16)
-            fraction = least / times.interval
-            return Result(phase, tokens, context, times, rate, num_bytes, float32, int16, fraction, bound)
+            work = Work(backend.weight_bytes() + kv_bytes(arch, kv, element), **operations)
+            least, bound = self._limits.least_seconds(work)
+            return Result(phase, tokens, context, times, rate, work, least / times.interval, bound)
         return Result(phase, tokens, context, times, rate)
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ from gpu_workers.backends import make_backend
 from gpu_workers.backends.native_cpu import NativeCpuBackend, Value
 from ipc.control import StartError
 from kernels.cpu.build import BuildError
-from kernels.cpu.library import Engine, Kind, Op, PackedWeight, Step
+from kernels.cpu.library import Engine, Op, PackedWeight, Step
+from tools.bench_kernels.cases import operations_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -66,12 +68,12 @@ class MeasuredBackend(NativeCpuBackend):
         """Of a step that samples: each product's weight once. Norms and rows of the embedding are few: left out."""
         return sum(product.weight.num_bytes for product in self.products)
 
-    def operations(self, tokens: int, sampled: int) -> tuple[int, int]:
-        """float32 and int16 operations of the products of a step."""
-        totals = {True: 0, False: 0}
+    def operations(self, tokens: int, sampled: int) -> Counter[str]:
+        """Of the products of a step: the fields of Work for operations, and how many there are."""
+        totals: Counter[str] = Counter()
         for product in self.products:
-            totals[product.weight.kind in (Kind.INT4, Kind.INT8)] += product.operations(tokens, sampled)
-        return totals[False], totals[True]
+            totals[operations_of(product.weight.kind)] += product.operations(tokens, sampled)
+        return totals
 
 
 def make_measured_backend(

@@ -11,7 +11,7 @@ from kernels.cpu.build import BuildError
 from kernels.cpu.library import GROUP, load
 from tools.bench_kernels.cases import Case, Place, all_cases
 from tools.bench_kernels.command import check_common, machine_line, say, write_json
-from tools.bench_kernels.limits import Limits, last_level_cache, measure_limits, usable_cores
+from tools.bench_kernels.limits import Limits, Work, last_level_cache, measure_limits, usable_cores
 from tools.bench_kernels.timing import median_seconds
 from tools.bench_kernels.weights import Weights
 from tools.simulate.table import render
@@ -48,9 +48,7 @@ class Measured:
 
     name: str
     seconds: float
-    num_bytes: int
-    float32_operations: int
-    int16_operations: int
+    work: Work
     fraction: float  # of the limit that binds
     bound: str  # which: "memory" or "compute"
 
@@ -60,13 +58,11 @@ def measure(case: Case, place: Place, limits: Limits, seconds: float) -> Measure
     recorded = case.record(place)
     median = median_seconds(recorded.engine, recorded.ops, recorded.step, seconds)
     work = recorded.work
-    least, bound = limits.least_seconds(work.num_bytes, work.float32_operations, work.int16_operations)
+    least, bound = limits.least_seconds(work)
     return Measured(
         case.name,
         median,
-        work.num_bytes,
-        work.float32_operations,
-        work.int16_operations,
+        work,
         least / median,
         bound,
     )
@@ -78,8 +74,8 @@ def table(results: Sequence[Measured]) -> str:
             result.name,
             [
                 f"{result.seconds * 1e6:.1f}",
-                f"{result.num_bytes / result.seconds / 1e9:.1f}",
-                f"{(result.float32_operations + result.int16_operations) / result.seconds / 1e9:.1f}",
+                f"{result.work.num_bytes / result.seconds / 1e9:.1f}",
+                f"{result.work.operations / result.seconds / 1e9:.1f}",
                 f"{result.fraction:.2f}",
                 result.bound,
             ],

@@ -8,9 +8,11 @@ import numpy as np
 import torch
 
 from kernels.cpu.library import (
+    CODES_OF,
     AttentionSizes,
     BufferShape,
     Code,
+    Codes,
     Engine,
     Kind,
     Op,
@@ -18,7 +20,8 @@ from kernels.cpu.library import (
     Step,
     kv_block_bytes,
 )
-from tools.bench_kernels.weights import Weights, is_quantized
+from tools.bench_kernels.limits import Work
+from tools.bench_kernels.weights import Weights
 
 ROWS = (1, 8, 32, 128, 512)
 LINEAR_ROWS = (1, 4, 8, 32, 128, 512)
@@ -29,15 +32,6 @@ PREFILL_TOKENS, PREFILL_STARTS = 512, (0, 1536)
 _EPS = 1e-5
 _REPEATED = 64  # an operation without a weight, in one recording
 _MOST_KV_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What one operation has to do at least; a multiply-add is two operations."""
-
-    num_bytes: int
-    float32_operations: int = 0
-    int16_operations: int = 0
 
 
 @dataclass(slots=True)
@@ -84,13 +78,12 @@ class Linear:
 
     def record(self, place: Place) -> Recorded:
         copies = place.weights.copies(self.kind, self.n, self.k)
-        codes = is_quantized(self.kind)
+        codes = CODES_OF.get(self.kind, Codes.NONE)
         width = self.n // 2 if self.code == Code.GATED else self.n
         logits = torch.empty(self.rows if self.code == Code.LOGITS else 0, self.n)
-        shapes = [BufferShape(self.k, 1, 0), BufferShape(self.k, 1, codes)]
+        shapes = [BufferShape(self.k), BufferShape(self.k, codes)]
         if self.code != Code.LOGITS:
-            gives_codes = self.code == Code.GATED and codes
-            shapes.append(BufferShape(width, not gives_codes, gives_codes))
+            shapes.append(BufferShape(width, codes if self.code == Code.GATED else Codes.NONE))
         engine = Engine(place.library, place.threads)
         engine.set_buffers(shapes)
         step = Step(tokens=self.rows, rows=self.rows, logits=logits.data_ptr())
@@ -100,9 +93,13 @@ class Linear:
 
     def work(self, weight: PackedWeight) -> Work:
         operations = 2 * self.rows * self.n * self.k
-        if is_quantized(self.kind):
-            return Work(weight.num_bytes, int16_operations=operations)
-        return Work(weight.num_bytes, operations)
+        return Work(weight.num_bytes, **{operations_of(self.kind): operations})
+
+
+def operations_of(kind: Kind) -> str:
+    """The field of Work for products with such weights."""
+    types = {Codes.NONE: "float32", Codes.CODES16: "int16", Codes.CODES8: "int8"}
+    return types[CODES_OF.get(kind, Codes.NONE)] + "_operations"
 
 
 def _fill_normed(engine: Engine, rows: int, width: int, step: Step) -> torch.Tensor:
@@ -126,7 +123,7 @@ class Norm:
 
     def record(self, place: Place) -> Recorded:
         engine = Engine(place.library, place.threads)
-        engine.set_buffers([BufferShape(HIDDEN, 1, 0), BufferShape(HIDDEN, 1, 1), BufferShape(HIDDEN, 1, 0)])
+        engine.set_buffers([BufferShape(HIDDEN), BufferShape(HIDDEN, Codes.CODES8), BufferShape(HIDDEN)])
         step = Step(tokens=self.rows)
         weight = _fill_normed(engine, self.rows, HIDDEN, step)
         engine.values(2, self.rows, HIDDEN).zero_()  # else the residual would grow without end
@@ -150,7 +147,7 @@ class Embed:
     def record(self, place: Place) -> Recorded:
         table = place.weights.copies(self.kind, VOCABULARY, HIDDEN)[0]
         engine = Engine(place.library, place.threads)
-        engine.set_buffers([BufferShape(HIDDEN, 1, 0)])
+        engine.set_buffers([BufferShape(HIDDEN)])
         ids = torch.randint(VOCABULARY // 2, (self.rows,), generator=torch.Generator().manual_seed(2))
         parts = torch.randint(VOCABULARY // 2, (_REPEATED,), generator=torch.Generator().manual_seed(3)).tolist()
         ops = [Op(code=Code.EMBED, output=0, weight=table.pointer, first=-part) for part in parts]
@@ -209,7 +206,7 @@ class Attention:
         qkv_width = q_width + 2 * KV_HEADS * HEAD_DIM
         engine = Engine(place.library, place.threads)
         engine.set_attention(sizes)
-        engine.set_buffers([BufferShape(qkv_width, 1, 0), BufferShape(q_width, 1, 0), BufferShape(q_width, 1, 0)])
+        engine.set_buffers([BufferShape(qkv_width), BufferShape(q_width), BufferShape(q_width)])
         total = self.sequences * self.tokens
         engine.values(0, total, qkv_width).fill_(0.5)
         engine.values(1, total, q_width).fill_(0.5)

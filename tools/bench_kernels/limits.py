@@ -17,6 +17,20 @@ _READ_BYTES = (256 << 20, 2 << 30)
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What has to be done at least; a multiply-add is two operations."""
+
+    num_bytes: float
+    float32_operations: float = 0
+    int16_operations: float = 0
+    int8_operations: float = 0
+
+    @property
+    def operations(self) -> float:
+        return self.float32_operations + self.int16_operations + self.int8_operations
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """Rates per second of all threads together; a multiply-add is two operations."""
 
@@ -24,20 +38,26 @@ class Limits:
     read_bytes: float
     float32_operations: float
     int16_operations: float
+    int8_operations: float
 
-    def least_seconds(self, num_bytes: float, float32_operations: float, int16_operations: float) -> tuple[float, str]:
+    def least_seconds(self, work: Work) -> tuple[float, str]:
         """The time that the work takes at these rates, and what takes it: "memory" or "compute".
 
-        Reading and computing overlap; float32 and int16 operations do not, since they use the same units.
+        Reading and computing overlap; operations of different types do not, since they use the same units.
         """
-        reading = num_bytes / self.read_bytes
-        computing = float32_operations / self.float32_operations + int16_operations / self.int16_operations
+        reading = work.num_bytes / self.read_bytes
+        computing = (
+            work.float32_operations / self.float32_operations
+            + work.int16_operations / self.int16_operations
+            + work.int8_operations / self.int8_operations
+        )
         return max(reading, computing), "memory" if reading >= computing else "compute"
 
     def text(self) -> str:
         return (
             f"limits with {self.threads} threads: reading {self.read_bytes / 1e9:.1f} GB/s, "
-            f"float32 {self.float32_operations / 1e9:.0f} GOP/s, int16 {self.int16_operations / 1e9:.0f} GOP/s"
+            f"float32 {self.float32_operations / 1e9:.0f} GOP/s, int16 {self.int16_operations / 1e9:.0f} GOP/s, "
+            f"int8 {self.int8_operations / 1e9:.0f} GOP/s"
         )
 
 
@@ -48,20 +68,21 @@ def last_level_cache() -> int:
 
 
 def measure_limits(threads: int, seconds: float, progress: Callable[[str], None]) -> Limits:
-    """Each of the three for about `seconds`.
+    """Each of the four for about `seconds`.
 
     Raises `kernels.cpu.build.BuildError` when the probes can't be compiled, MemoryError when memory or threads are
     lacking.
     """
     library = ctypes.CDLL(str(build(progress=progress, sources=Path(__file__).resolve().parent)))
-    read, float32, int16 = library.probe_read, library.probe_float32, library.probe_int16
-    read.argtypes = [c_int64, c_int32, c_double]
-    float32.argtypes = int16.argtypes = [c_int32, c_double]
-    read.restype = float32.restype = int16.restype = c_double
+    read = library.probe_read
+    read.argtypes, read.restype = [c_int64, c_int32, c_double], c_double
+    multiply = library.probe_float32, library.probe_int16, library.probe_int8
+    for probe in multiply:
+        probe.argtypes, probe.restype = [c_int32, c_double], c_double
     smallest, largest = _READ_BYTES
     num_bytes = min(max(smallest, _READ_CACHES * last_level_cache()), largest)
-    progress(f"limits: reading {num_bytes >> 20} MiB, multiplying float32 and int16, {threads} threads")
-    rates = read(num_bytes, threads, seconds), float32(threads, seconds), int16(threads, seconds)
+    progress(f"limits: reading {num_bytes >> 20} MiB, multiplying float32, int16 and int8, {threads} threads")
+    rates = [read(num_bytes, threads, seconds), *(probe(threads, seconds) for probe in multiply)]
     if min(rates) <= 0:
         raise MemoryError(f"the probes could not have {num_bytes >> 20} MiB of memory and {threads} threads")
     return Limits(threads, *rates)

@@ -1,5 +1,5 @@
 // What this machine can do at most, with the widest vectors that the kernels' instruction set has: reading memory,
-// multiply-adds of float32, and of 16-bit integers. Each probe repeats a pass on all threads and returns the best one.
+// multiply-adds of float32, of 16-bit and of 8-bit integers. Each probe repeats a pass on all threads and returns the best one.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -121,7 +121,7 @@ void multiply_floats() {
 }
 #endif
 
-// As the kernels of int4 weights: dot products of four pairs into 32 bits, or of two pairs and a sum in 16 bits.
+// As the kernels of int8 weights: dot products of two pairs of int16 and a sum of 32 bits.
 #if defined(__AVX512VNNI__)
 constexpr int kCodes = 32;
 void multiply_codes() {
@@ -156,6 +156,32 @@ void multiply_codes() {
     }
     [[maybe_unused]] volatile uint32_t sink = total;
 }
+#endif
+
+// As the kernels of int4 weights: dot products of four pairs of bytes into 32 bits, or of two pairs and a sum of 16 bits.
+#if defined(__AVX512VNNI__)
+constexpr int kBytes = 64;
+void multiply_bytes() {
+    const __m512i codes = _mm512_set1_epi8(3), inputs = _mm512_set1_epi8(5);
+    using Sums = int __attribute__((vector_size(64)));
+    multiply([](int i) { return Sums{} + i; }, [=](Sums sum) {
+        return reinterpret_cast<Sums>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), codes, inputs));
+    });
+}
+#elif defined(__AVX2__)
+constexpr int kBytes = 32;
+void multiply_bytes() {
+    const __m256i codes = _mm256_set1_epi8(3);
+    __m256i inputs = _mm256_set1_epi8(5);
+    using Sums = unsigned short __attribute__((vector_size(32)));
+    multiply<6>([](int i) { return Sums{} + static_cast<unsigned short>(i); }, [&](Sums sum) {
+        asm volatile("" : "+x"(inputs));  // else it multiplies once, since it takes them for unchanged
+        return sum + reinterpret_cast<Sums>(_mm256_maddubs_epi16(codes, inputs));
+    });
+}
+#else
+constexpr int kBytes = kCodes;  // without vectors, a product is a product
+void multiply_bytes() { multiply_codes(); }
 #endif
 
 struct Free {
@@ -198,6 +224,14 @@ PROBE_EXPORT double probe_float32(int32_t threads, double seconds) {
     const double work = 2.0 * kFloats * kChains * kRounds * threads;
     return guarded([&] {
         return best_rate(threads, seconds, work, [](int) { multiply_floats(); });
+    });
+}
+
+// 8-bit operations, likewise.
+PROBE_EXPORT double probe_int8(int32_t threads, double seconds) {
+    const double work = 2.0 * kBytes * kChains * kRounds * threads;
+    return guarded([&] {
+        return best_rate(threads, seconds, work, [](int) { multiply_bytes(); });
     });
 }
 

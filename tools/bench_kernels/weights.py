@@ -11,13 +11,9 @@ _MOST_BYTES = 1 << 30  # of all copies of a weight
 _MOST_COPIES = 2048
 
 
-def is_quantized(kind: Kind) -> bool:
-    return kind in (Kind.INT4, Kind.INT8)
-
-
 def _pack(library: ctypes.CDLL, kind: Kind, n: int, k: int, copies: int) -> list[PackedWeight]:
     random = torch.Generator().manual_seed(0)
-    if not is_quantized(kind):
+    if kind in (Kind.FLOAT32, Kind.BFLOAT16):
         values = torch.rand(n, k, generator=random).sub_(0.5)
         return [PackedWeight.from_float(library, values, kind) for _ in range(copies)]
     scales = torch.rand(n, k // GROUP, generator=random) * 0.01

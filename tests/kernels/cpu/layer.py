@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kernels import reference
 from kernels.cpu.library import (
+    CODES_OF,
     FLAG_GELU,
     FLAG_LOGITS_ROWS,
     GATED_COLUMNS,
@@ -17,6 +18,7 @@ from kernels.cpu.library import (
     AttentionSizes,
     BufferShape,
     Code,
+    Codes,
     Engine,
     Kind,
     Op,
@@ -149,17 +151,17 @@ class Layer:
         sizes.kv = -(-self._pool.data_ptr() // ALIGNMENT) * ALIGNMENT
         engine = Engine(self._library, shapes.threads)
         engine.set_attention(sizes)
-        codes = int(shapes.quantized)
+        codes = CODES_OF.get(shapes.kind, Codes.NONE)
         width = shapes.heads * shapes.head_dim
         engine.set_buffers(
             [
-                BufferShape(shapes.hidden, 1, 0),  # residual
-                BufferShape(shapes.hidden, 1, codes),  # normed
-                BufferShape(width + 2 * shapes.kv_heads * shapes.head_dim, 1, 0),  # q, k, v
-                BufferShape(width, 1, 0),  # rotated q
-                BufferShape(width, 1, codes),  # attention
-                BufferShape(shapes.hidden, 1, 0),  # what is added to the residual
-                BufferShape(shapes.ffn, 1 - codes, codes),  # gated
+                BufferShape(shapes.hidden),  # residual
+                BufferShape(shapes.hidden, codes),  # normed
+                BufferShape(width + 2 * shapes.kv_heads * shapes.head_dim),  # q, k, v
+                BufferShape(width),  # rotated q
+                BufferShape(width, codes),  # attention
+                BufferShape(shapes.hidden),  # what is added to the residual
+                BufferShape(shapes.ffn, codes),  # gated
             ]
         )
         return engine
@@ -205,12 +207,19 @@ class Layer:
         return logits
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """Activations as a product sees them: float32, or int16 codes, symmetric in groups of 32."""
+        """Activations as a product sees them: float32, or codes, symmetric in groups of 32.
+
+        Beside int8 weights they are int16; beside int4 weights int8, but for the four largest of a row.
+        """
         if not self.shapes.quantized:
             return x
-        groups = x.unflatten(-1, (-1, GROUP))
-        scales = groups.abs().amax(-1, keepdim=True) / 32767
-        return (torch.round(groups / scales.clamp_min(1e-300)) * scales).flatten(-2)
+        kept = torch.zeros_like(x)
+        if self.shapes.kind == Kind.INT4:
+            largest = x.abs().topk(4).indices
+            kept.scatter_(-1, largest, x.gather(-1, largest))
+        groups = (x - kept).unflatten(-1, (-1, GROUP))
+        scales = groups.abs().amax(-1, keepdim=True) / (127 if self.shapes.kind == Kind.INT4 else 32767)
+        return (torch.round(groups / scales.clamp_min(1e-300)) * scales).flatten(-2) + kept
 
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return reference.linear(self._rounded(x), weight, bias)

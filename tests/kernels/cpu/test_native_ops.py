@@ -21,7 +21,7 @@ from .recorded import Op, Prepare, Recorded, batch_of, evaluate, gated_linear, i
 
 # 25, or what the plugin `sanitized` makes of it
 EXAMPLES = settings(max_examples=settings.default.max_examples // 4, deadline=None)
-LARGEST_CODE = 32767  # of int16 activations
+LARGEST_CODE = {"int4": 127, "int4 without minimums": 127, "int8": 32767}  # of activations, beside such weights
 ULP = 2.0**-24  # largest relative error of a rounding to float32
 KINDS = ["float32", "bfloat16", "int4", "int4 without minimums", "int8"]
 FLOATS, INTEGERS = KINDS[:2], KINDS[2:]
@@ -85,26 +85,39 @@ def magnitudes(weight: LoadedWeight) -> torch.Tensor:
     return dequantized(absolute)
 
 
-def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and the scale of each element, [R, K] float32: largest / 32767 of each 32, halves rounded to even.
+def outliers(kind: str, x: torch.Tensor) -> torch.Tensor:
+    """[R, K]: what is multiplied as it is, zero elsewhere; beside int4 weights the four largest of a row.
 
-    Groups up to 1e-30 are zeros.
+    Of equal magnitudes, those of earlier groups, and there the first; zeros may be among them.
     """
-    groups = x.unflatten(-1, (-1, GROUP))
+    kept = torch.zeros_like(x)
+    if kind != "int8":
+        order = x.abs().sort(dim=1, descending=True, stable=True).indices[:, :4]
+        kept.scatter_(1, order, x.gather(1, order))
+    return kept
+
+
+def quantize(kind: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and the scale of each element, [R, K] float32: of each 32 the largest is the largest code.
+
+    Halves are rounded to even. Groups up to 1e-30 are zeros.
+    """
+    groups = (x - outliers(kind, x)).unflatten(-1, (-1, GROUP))
     largest = groups.abs().amax(-1, keepdim=True)
     largest = torch.where(largest > 1e-30, largest, 0)
-    codes = torch.round(groups * torch.where(largest > 0, LARGEST_CODE / largest, 0))
-    return codes.flatten(-2), (largest / LARGEST_CODE).expand_as(groups).flatten(-2)
+    most = torch.full_like(largest, LARGEST_CODE[kind])  # as a tensor, since torch divides a number by its reciprocal
+    codes = torch.round(groups * torch.where(largest > 0, most / largest, 0))
+    return codes.flatten(-2), (largest / most).expand_as(groups).flatten(-2)
 
 
-def as_multiplied(x: torch.Tensor) -> torch.Tensor:
-    """What the codes stand for, in float64."""
-    codes, scales = quantize(x)
-    return codes.double() * scales.double()
+def as_multiplied(kind: str, x: torch.Tensor) -> torch.Tensor:
+    """What the codes and the outliers stand for, in float64."""
+    codes, scales = quantize(kind, x)
+    return codes.double() * scales.double() + outliers(kind, x).double()
 
 
 def largest_of_groups(x: torch.Tensor) -> torch.Tensor:
-    """[R, K] float64: of each element, the largest magnitude among the 32 that share its scale."""
+    """[R, K] float64: of each element, the largest magnitude among its 32."""
     groups = x.double().unflatten(-1, (-1, GROUP)).abs()
     return groups.amax(-1, keepdim=True).expand_as(groups).flatten(-2)
 
@@ -173,10 +186,10 @@ def test_a_product_with_quantized_weights(
     actual = evaluate(inputs, in_turn(before, linear(weight, bias)), n)
     x = evaluate(inputs, before, k)  # its exactness is tested on its own
     exact_bias = torch.zeros(n) if bias is None else bias.double()
-    expected = reference.linear(as_multiplied(x), dequantized(weight), exact_bias)
+    expected = reference.linear(as_multiplied(kind, x), dequantized(weight), exact_bias)
     bound = sum_error(largest_of_groups(x), weight) + 4 * ULP * expected.abs()
     assert_within(actual, expected, bound)
-    rounding = largest_of_groups(x) / LARGEST_CODE / 2 * 1.01  # half a step
+    rounding = quantize(kind, x)[1].double() / 2 * 1.01  # half a step
     unquantized = reference.linear(x.double(), dequantized(weight), exact_bias)
     assert_within(actual, unquantized, bound + (rounding + 1e-30) @ dequantized(weight).abs().T)
 
@@ -210,7 +223,7 @@ def test_a_gated_product(
     actual = evaluate(inputs, in_turn(before, gated_linear(weight, bias, activation)), width)
     x = evaluate(inputs, before, k)
     as_codes = kind in INTEGERS
-    seen = as_multiplied(x) if as_codes else x.double()
+    seen = as_multiplied(kind, x) if as_codes else x.double()
     exact, exact_bias = dequantized(weight), torch.zeros(2 * width) if bias is None else bias.double()
     gate_up = reference.linear(seen, exact, exact_bias)
     error = sum_error(largest_of_groups(x) if as_codes else x, weight) + ULP * (seen.abs() @ exact.abs().T)

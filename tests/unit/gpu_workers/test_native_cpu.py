@@ -72,9 +72,11 @@ def test_integer_weights_give_the_logits_of_transformers(
 ) -> None:
     expected = logits_of(save_quantized(tmp_path, kind, **settings))
     actual = whole_logits(native_model(tmp_path / "tiny.gguf"), TOKENS)
-    # Activations are int16: half a step is 1.5e-5 of the largest of 32, and three layers add it up.
-    torch.testing.assert_close(actual, expected, rtol=0, atol=5e-3)
-    assert (actual - expected).pow(2).mean().sqrt() < 3e-4 * expected.pow(2).mean().sqrt()
+    # Half a step of an activation is 1.5e-5 of the largest of 32 where they are int16, or 4e-3 where int8, and three
+    # layers add it up.
+    error, step = (actual - expected).abs(), 1 / 32767 if kind == "Q8_0" else 1 / 127
+    assert error.max() < 100 * step
+    assert error.pow(2).mean().sqrt() < 8 * step * expected.pow(2).mean().sqrt()
 
 
 def test_integer_weights_are_dequantized_where_that_is_asked_for(native: None, tmp_path: Path) -> None:

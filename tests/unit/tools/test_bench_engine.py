@@ -53,17 +53,17 @@ def test_native_steps_are_compared_with_the_limits(tiny: Path, tmp_path: Path) -
     for result in results.values():
         check_times(result)
         assert result["fraction"] > 0
-        assert result["int16_operations"] == 0
+        assert result["work"]["int16_operations"] == result["work"]["int8_operations"] == 0
     # a step of 64 prompt tokens, the last of which is sampled from; each sees itself and those before
     prefill = results["prefill", 64]
     products = 2 * (64 * LAYERS * LAYER_VALUES + VOCABULARY * HIDDEN)
     attention = 4 * LAYERS * HEADS * HEAD_DIM * (64 * 65 // 2)
-    assert prefill["float32_operations"] == products + attention
+    assert prefill["work"]["float32_operations"] == products + attention
     # float32 weights, whose panels have 16 rows, and keys and values of three contexts
     decode = results["decode", 3]
     weights = 4 * (LAYERS * LAYER_VALUES + 144 * HIDDEN)
     kv = 4 * 2 * LAYERS * KV_HEADS * HEAD_DIM * 3 * decode["context"]
-    assert decode["num_bytes"] == pytest.approx(weights + kv)
+    assert decode["work"]["num_bytes"] == pytest.approx(weights + kv)
     assert decode["context"] > 20
     rows = [line.split()[:2] for line in done.stdout.splitlines() if line.startswith(("prefill", "decode"))]
     assert rows == [["prefill", "40"], ["prefill", "64"], ["decode", "1"], ["decode", "3"]]

@@ -14,24 +14,24 @@ from kernels.cpu.library import load
 from tests.conftest import REPOSITORY
 from tools.bench_kernels import __main__ as bench_kernels
 from tools.bench_kernels.cases import Place, all_cases
-from tools.bench_kernels.limits import Limits
+from tools.bench_kernels.limits import Limits, Work
 from tools.bench_kernels.weights import Weights
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 
-# name: bytes, float32 operations, int16 operations; by hand. For 8 outputs and 32 inputs, an int4 weight has 128 bytes
+# name: bytes, operations of float32, int16 and int8; by hand. For 8 outputs and 32 inputs, an int4 weight has 128 bytes
 # of codes and 32 of scales and minimums, an int8 weight 256 and 32. A token has 3 KV heads of 64: 384 keys and values.
 WORK = {
-    "linear/float32/576x576/4": (576 * 576 * 4, 2 * 4 * 576 * 576, 0),
-    "linear/int4/576x576/8": (72 * 18 * 160, 0, 2 * 8 * 576 * 576),
-    "linear/int8/960x576/1": (120 * 18 * 288, 0, 2 * 960 * 576),
-    "gated/bfloat16/3072x576/1": (3072 * 576 * 2, 2 * 3072 * 576, 0),
-    "logits/int4/49152x576/1": (6144 * 18 * 160, 0, 2 * 49152 * 576),
-    "norm/576/8": (4 * (2 * 8 * 576 + 576), 5 * 8 * 576, 0),
-    "rope/float32/8": (4 * 8 * 960, 3 * 8 * 768, 0),
-    "decode/bfloat16/8x128": (8 * 128 * 384 * 2, 4 * 8 * 128 * 576, 0),
-    "prefill/float32/512@0": (512 * 384 * 4, 4 * 576 * (512 * 513 // 2), 0),
-    "embed/bfloat16/49152x576/8": (8 * 576 * 2, 0, 0),
+    "linear/float32/576x576/4": (576 * 576 * 4, 2 * 4 * 576 * 576, 0, 0),
+    "linear/int4/576x576/8": (72 * 18 * 160, 0, 0, 2 * 8 * 576 * 576),
+    "linear/int8/960x576/1": (120 * 18 * 288, 0, 2 * 960 * 576, 0),
+    "gated/bfloat16/3072x576/1": (3072 * 576 * 2, 2 * 3072 * 576, 0, 0),
+    "logits/int4/49152x576/1": (6144 * 18 * 160, 0, 0, 2 * 49152 * 576),
+    "norm/576/8": (4 * (2 * 8 * 576 + 576), 5 * 8 * 576, 0, 0),
+    "rope/float32/8": (4 * 8 * 960, 3 * 8 * 768, 0, 0),
+    "decode/bfloat16/8x128": (8 * 128 * 384 * 2, 4 * 8 * 128 * 576, 0, 0),
+    "prefill/float32/512@0": (512 * 384 * 4, 4 * 576 * (512 * 513 // 2), 0, 0),
+    "embed/bfloat16/49152x576/8": (8 * 576 * 2, 0, 0, 0),
 }
 
 
@@ -40,11 +40,11 @@ WORK = {
 def test_work_of_a_case(name: str) -> None:
     library = load()
     place = Place(library, 2, Weights(library, 1), 1)
-    limits = Limits(2, 1e9, 1e9, 1e9)
+    limits = Limits(2, 1e9, 1e9, 1e9, 1e9)
     (case,) = (case for case in all_cases(()) if case.name == name)
     result = bench_kernels.measure(case, place, limits, 1e-3)
-    assert (result.num_bytes, result.float32_operations, result.int16_operations) == WORK[name]
-    longest = max(result.num_bytes, result.float32_operations + result.int16_operations) / 1e9
+    assert result.work == Work(*WORK[name])
+    longest = max(result.work.num_bytes, result.work.operations) / 1e9
     assert result.fraction * result.seconds == pytest.approx(longest)
 
 
@@ -69,9 +69,9 @@ def test_every_kernel_has_cases_and_every_case_a_name() -> None:
 
 
 def test_the_limit_that_takes_longer_binds() -> None:
-    limits = Limits(1, read_bytes=10.0, float32_operations=100.0, int16_operations=400.0)
-    assert limits.least_seconds(50, 100, 400) == (5.0, "memory")
-    assert limits.least_seconds(10, 100, 400) == (2.0, "compute")
+    limits = Limits(1, read_bytes=10.0, float32_operations=100.0, int16_operations=400.0, int8_operations=800.0)
+    assert limits.least_seconds(Work(50, 100, 400, 800)) == (5.0, "memory")
+    assert limits.least_seconds(Work(10, 100, 400, 800)) == (3.0, "compute")
 
 
 @needs_compiler
