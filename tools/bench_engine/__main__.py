@@ -102,8 +102,10 @@ class Bench:
         arch, backend = self._model.arch, self._model.backend
         rate = tokens / times.interval
         if self._limits and isinstance(backend, MeasuredBackend):
-            operations = backend.operations(tokens, sampled)
-            operations["float32_operations"] += attention_operations(arch, seen)
+            operations: dict[str, float] = dict(backend.operations(tokens, sampled))
+            operations["float32_operations"] = operations.get("float32_operations", 0) + attention_operations(
+                arch, seen
+            )
             element = 2 if backend.dtype == torch.bfloat16 else 4
             work = Work(backend.weight_bytes() + kv_bytes(arch, kv, element), **operations)
             least, bound = self._limits.least_seconds(work)
