@@ -17,6 +17,7 @@ from scheduler_proc.policies import make_policy
 from scheduler_proc.policies.base import Policy
 from scheduler_proc.request import Request, State
 
+_LEAST_PROMPT_TOKENS = 4  # of a step that has no time for any: else a prompt would wait for all streams to end
 _ALIGNED_BLOCKS = 4  # chunks of so many blocks end with a whole one
 
 
@@ -260,7 +261,7 @@ class Planner:
             return self._max_step_tokens
         start = max((request.num_planned for request in self.prefilling), default=0)
         most = self._cost.max_prefill_tokens(self._max_itl, step.shape, start, self._max_step_tokens)
-        return max(most, self._config.block_size)
+        return max(most, _LEAST_PROMPT_TOKENS)
 
     def _give(self, request: Request, budget: int, step: Step, now: float) -> int:
         """Put up to `budget` tokens of a prompt into the step; returns how many."""
