@@ -198,10 +198,11 @@ def can_split(arch: ModelArch, tp: int) -> bool:
 def smallest_tp(config: Config, arch: ModelArch, device_bytes: int) -> int | None:
     """Fewest ranks, of `device_bytes` each, that hold the model in its dtype and the KV of one longest sequence."""
     dtype, length = config.model.dtype, config.model.max_model_len or arch.max_position
+    kv_dtype = dtype if config.model.kv_dtype == "auto" else config.model.kv_dtype
     step = config.scheduler.max_step_tokens or 512
     for tp in range(1, 65):
         if can_split(arch, tp):
-            need = parameter_count(arch, tp) * DTYPE_BYTES[dtype] + length * kv_bytes_per_token(arch, dtype, tp)
+            need = parameter_count(arch, tp) * DTYPE_BYTES[dtype] + length * kv_bytes_per_token(arch, kv_dtype, tp)
             need += activation_bytes(arch, dtype, step, config.scheduler.max_seqs, tp)
             if need + RANK_RUNTIME <= device_bytes * _DEVICE_SHARE:
                 return tp
@@ -241,7 +242,7 @@ def full_report(plan: MemoryPlan, config: Config, arch: ModelArch) -> str:
         f"activations  {format_size(plan.activations):>10}{rank} "
         f"(estimate, {config.scheduler.max_step_tokens} tokens a step)",
         f"KV cache     {format_size(plan.kv):>10}{rank} ({plan.num_blocks} blocks of {plan.block_size} tokens, "
-        f"{format_size(plan.kv_bytes_per_token)} a token)",
+        f"{format_size(plan.kv_bytes_per_token)} a token in {config.model.kv_dtype})",
         *(host if plan.num_host_blocks else ()),
         f"processes    {format_size(plan.runtime_total):>10} (estimate)",
         f"total        {format_size(plan.total):>10} of {format_size(plan.memory_available)} available",

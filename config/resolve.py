@@ -53,6 +53,7 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
     device = _device(config, machine, reasons)
     dtype = _dtype(config, machine, reasons)
     native_kernels = _native_kernels(config, machine, reasons)
+    kv_dtype = _kv_dtype(config, dtype, native_kernels, reasons)
     tp = config.worker.tp
     if not memory_plan.can_split(arch, tp):
         fitting = [str(n) for n in range(1, 65) if memory_plan.can_split(arch, n)]
@@ -84,7 +85,7 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
     asked_len = config.model.max_model_len
     if asked_len is not None and asked_len > arch.max_position:
         raise ConfigError(f"--max-model-len {asked_len}: the model was made for at most {arch.max_position} positions")
-    model = msgspec.structs.replace(config.model, dtype=dtype)
+    model = msgspec.structs.replace(config.model, dtype=dtype, kv_dtype=kv_dtype)
     weights, weight_note = memory_plan.weight_bytes(arch, model, native_kernels, machine.has_bfloat16, tp)
     draft = MemoryPlan(
         tp=tp,
@@ -92,7 +93,7 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
         activations=memory_plan.activation_bytes(arch, dtype, step_tokens, config.scheduler.max_seqs, tp),
         runtime_total=tp * memory_plan.RANK_RUNTIME
         + (2 + config.server.frontends + config.tokenizer.tokenizers) * memory_plan.PROCESS_RUNTIME,
-        kv_bytes_per_token=memory_plan.kv_bytes_per_token(arch, dtype, tp),
+        kv_bytes_per_token=memory_plan.kv_bytes_per_token(arch, kv_dtype, tp),
         block_size=config.scheduler.block_size,
         num_blocks=0,
         memory_available=machine.memory_available,
@@ -153,6 +154,21 @@ def _native_kernels(config: Config, machine: Machine, reasons: list[str]) -> boo
     else:
         reasons.append("kernels torch: no C++ compiler was found ($CXX, c++, g++, clang++)")
     return machine.has_compiler
+
+
+def _kv_dtype(config: Config, dtype: str, native_kernels: bool, reasons: list[str]) -> str:
+    asked = config.model.kv_dtype
+    if not native_kernels:
+        if asked not in ("auto", dtype):
+            raise ConfigError(
+                f"--kv-dtype {asked}: plain torch operations keep keys and values in the dtype they compute in, "
+                f"{dtype}; another one needs compiled kernels, and those a C++ compiler"
+            )
+        return dtype
+    if asked != "auto":
+        return asked
+    reasons.append("kv_dtype float16: half of what float32 takes, and as exact as the weights allow")
+    return "float16"
 
 
 def _kv_memory(config: Config, plan: MemoryPlan, length: int, machine: Machine, reasons: list[str]) -> int:

@@ -30,7 +30,14 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     served_model_name: Annotated[
         tuple[str, ...], Meta(description="names clients may ask for, comma-separated (default: the model's own name)")
     ] = ()
-    dtype: Annotated[DType, Meta(description="number type of activations and KV cache")] = "auto"
+    dtype: Annotated[DType, Meta(description="number type of activations and float weights")] = "auto"
+    kv_dtype: Annotated[
+        DType,
+        Meta(
+            description="number type of the KV cache (auto: float16 with compiled CPU kernels, else that of --dtype): "
+            "half the memory of float32, and half the reading in long contexts"
+        ),
+    ] = "auto"
     quantization: Annotated[
         Literal["auto", "none"],
         Meta(

@@ -51,6 +51,7 @@ class Worker:
             deterministic=bool(settings.deterministic),
             kernels=settings.kernels,
             quantized=config.model.quantization == "auto",
+            kv_dtype=config.model.kv_dtype,
             progress=control.stage,
         )
         self._comm = make_comm(spec.index, settings.tp, spec.rendezvous_port)

@@ -59,10 +59,19 @@ class Score:
         return ranked[min(int(fraction * len(ranked)), len(ranked) - 1)]
 
 
-def load(path: Path, dtype: str, threads: int | None, kernels: str = "auto", quantized: bool = False) -> LlamaModel:
+def load(
+    path: Path,
+    dtype: str,
+    threads: int | None,
+    kernels: str = "auto",
+    quantized: bool = False,
+    kv_dtype: str = "float32",
+) -> LlamaModel:
     """The model in this process, alone; StartError or ValueError when it can't be loaded."""
     arch = read_arch(path)
-    backend = make_backend("cpu", dtype, threads, deterministic=True, kernels=kernels, quantized=quantized)
+    backend = make_backend(
+        "cpu", dtype, threads, deterministic=True, kernels=kernels, quantized=quantized, kv_dtype=kv_dtype
+    )
     weights = Weights(open_source(path), lambda fraction: None)
     return model_class(arch.family)(arch, None, weights, backend, LocalComm())
 
@@ -130,13 +139,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--kernels", choices=("auto", "native", "torch"), default="auto", help="CPU kernels, as of the server"
     )
+    parser.add_argument(
+        "--kv-dtype",
+        choices=("float32", "float16", "bfloat16"),
+        default="float16",
+        help="of the native kernels' KV cache; the server's default, too",
+    )
     arguments = parser.parse_args(argv)
     quantized = arguments.quantization == "auto"
     try:
         rows = [json.loads(line) for line in arguments.reference.read_text().splitlines()]
         if not rows:
             raise ValueError(f"{arguments.reference}: there are no rows in this file")
-        model = load(arguments.model, arguments.dtype, arguments.threads, arguments.kernels, quantized)
+        model = load(
+            arguments.model, arguments.dtype, arguments.threads, arguments.kernels, quantized, arguments.kv_dtype
+        )
     except (OSError, ValueError, StartError) as error:
         print(f"tools.score: {error}", file=sys.stderr)
         return 2

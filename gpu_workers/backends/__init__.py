@@ -20,6 +20,7 @@ def make_backend(
     deterministic: bool,
     kernels: str = "auto",
     quantized: bool = True,
+    kv_dtype: str = "float32",
     progress: Callable[[str], None] | None = None,
 ) -> Backend:
     """The backend for a resolved `device` and `dtype` ("float32" or "bfloat16").
@@ -27,8 +28,8 @@ def make_backend(
     `threads` is the number of compute threads of this rank (None: torch's choice). With `deterministic`, a row's
     result does not depend on the other rows of its batch. `kernels`: "native" (compiled), "torch", or "auto", which
     takes torch with a warning where the native ones can't be compiled. `quantized`: quantized weights are multiplied
-    as they are, if the kernels can. `progress` is told in words what takes long. StartError when there is no such
-    backend.
+    as they are, if the kernels can. `kv_dtype` ("float32", "float16" or "bfloat16") is that of the native kernels' KV
+    cache; torch's has `dtype`. `progress` is told in words what takes long. StartError when there is no such backend.
     """
     if device != "cpu":
         raise StartError(f"--device {device} has no backend here; available: cpu.")
@@ -39,7 +40,7 @@ def make_backend(
         from kernels.cpu.build import BuildError
 
         try:
-            return NativeCpuBackend(_DTYPES[dtype], threads or torch.get_num_threads(), quantized, progress)
+            return NativeCpuBackend(_DTYPES[dtype], threads or torch.get_num_threads(), quantized, kv_dtype, progress)
         except BuildError as error:
             if kernels == "native":
                 raise StartError(f"--kernels native: {error}") from error

@@ -1,7 +1,8 @@
 """The op set in compiled CPU kernels (`kernels.cpu`): a forward is recorded once and then run by one call a step.
 
-Activations and sums are float32 whatever the compute dtype, which is that of the KV cache and of float weights rounded
-to it. A quantized weight stays the integers it consists of; activations meet it as integers, quantized in groups of 32.
+Activations and sums are float32 whatever the compute dtype, to which float weights are rounded; keys and values are
+kept in a dtype of their own. A quantized weight stays the integers it consists of; activations meet it as integers,
+quantized in groups of 32.
 
 A row's operations never depend on the other rows, so its bits are the same alone and in any batch.
 """
@@ -30,6 +31,7 @@ from kernels.cpu.library import (
     Codes,
     Engine,
     Kind,
+    KvType,
     Op,
     PackedWeight,
     Step,
@@ -104,7 +106,12 @@ class NativeCpuBackend(Backend):
     """
 
     def __init__(
-        self, dtype: torch.dtype, threads: int, quantized: bool, progress: Callable[[str], None] | None = None
+        self,
+        dtype: torch.dtype,
+        threads: int,
+        quantized: bool,
+        kv_dtype: str = "float32",
+        progress: Callable[[str], None] | None = None,
     ) -> None:
         # torch is left with small things: a second team of threads would only be in the way of the kernels' own.
         torch.set_num_threads(1)
@@ -113,6 +120,8 @@ class NativeCpuBackend(Backend):
         self.device = torch.device("cpu")
         self.dtype = dtype
         self.takes_quantized = quantized
+        self.kv_dtype = kv_dtype
+        self._kv_type = KvType[kv_dtype.upper()]
         self._recording: _Recording | None = None
         self._cos = self._sin = torch.empty(0)
         self._num_heads = 0
@@ -161,14 +170,10 @@ class NativeCpuBackend(Backend):
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> NativeKV:
         sizes = AttentionSizes(
-            num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, kv_bfloat16=self._bf16
+            num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, kv_type=self._kv_type
         )
         pool = zeroed_bytes(num_layers, num_blocks, kv_block_bytes(self._library, sizes))
         return NativeKV(pool, block_size, num_kv_heads, head_dim)
-
-    @property
-    def _bf16(self) -> bool:
-        return self.dtype == torch.bfloat16
 
     def allocate_host_kv(self, kv: NativeKV, num_blocks: int) -> NativeHostKV:
         layers, _, block_bytes = kv.pool.shape
@@ -205,7 +210,7 @@ class NativeCpuBackend(Backend):
             head_dim=kv.head_dim,
             block_size=kv.block_size,
             num_blocks=kv.num_blocks,
-            kv_bfloat16=self._bf16,
+            kv_type=self._kv_type,
             cos=self._cos.data_ptr(),
             sin=self._sin.data_ptr(),
             kv=kv.pool.ctypes.data,

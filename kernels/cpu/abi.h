@@ -46,6 +46,13 @@ struct TmBuffer {
     int32_t unused;
 };
 
+// How keys and values are kept in the pool; they are float32 before and after.
+enum TmKvType : int32_t {
+    TM_KV_FLOAT32 = 0,
+    TM_KV_BFLOAT16 = 1,
+    TM_KV_FLOAT16 = 2,
+};
+
 // Shapes of attention and the KV pool.
 struct TmAttention {
     int32_t num_heads;
@@ -53,7 +60,7 @@ struct TmAttention {
     int32_t head_dim;
     int32_t block_size;
     int64_t num_blocks;
-    int32_t kv_bfloat16;  // the pool's type: 1 bfloat16, 0 float32
+    int32_t kv_type;  // TmKvType
     int32_t unused;
     const float* cos;  // [positions, head_dim / 2]
     const float* sin;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "simd.h"
 
@@ -17,6 +18,7 @@ namespace {
 
 constexpr int64_t kTile = 64;        // key positions; rounded down to whole blocks, at least one
 constexpr int64_t kSplit = 512;      // key positions of a split, likewise
+constexpr int64_t kMostQueriesApart = 8;  // of a sequence: more are divided among threads, rather than their context
 constexpr int64_t kLeastQueryTokens = 4, kMostQueryTokens = 16;  // of a prefill chunk, in one task
 constexpr float kLog2E = 1.44269504f;  // scores are in powers of two
 constexpr float kNothing = -1e30f;   // largest score where no key is seen: finite, so that differences are not NaN
@@ -112,6 +114,14 @@ void weigh_tile(const float* weights, int64_t stride, int rows, const Values<Ele
     for (; r < rows; r++) weigh_rows<1>(weights + r * stride, stride, values, out + r * out_stride, out_stride);
 }
 
+// body(a value of the pool's type)
+template <class Body>
+void with_element(int32_t kv_type, const Body& body) {
+    if (kv_type == TM_KV_FLOAT16) body(Half{});
+    else if (kv_type == TM_KV_BFLOAT16) body(bf16{});
+    else body(0.0f);
+}
+
 // A query's state: weighted values [value width], largest score, sum of weights.
 void reset(float* state, int64_t width) {
     std::fill(state, state + width, 0.0f);
@@ -136,10 +146,11 @@ KvLayout::KvLayout(const TmAttention& sizes)
     : keys(round_up(sizes.block_size, 8)),
       value_width(round_up(sizes.head_dim, 8)),
       head_elements(sizes.head_dim * keys + sizes.block_size * value_width),
-      block_bytes(round_up(head_elements * sizes.num_kv_heads * (sizes.kv_bfloat16 ? 2 : 4), 64)) {}
+      block_bytes(round_up(head_elements * sizes.num_kv_heads * (sizes.kv_type == TM_KV_FLOAT32 ? 4 : 2), 64)) {}
 
 template <class Element>
-void Attention::write(const TmStep& step, const Buffer& qkv, const Buffer& q, int layer, int64_t token) const {
+void Attention::write(const TmStep& step, const Buffer& qkv, const Buffer& q, int layer, int64_t token,
+                      Scratch& scratch) const {
     const int64_t dim = sizes_.head_dim, half = dim / 2, heads = sizes_.num_heads, kv_heads = sizes_.num_kv_heads;
     const float* in = qkv.values + token * qkv.width;
     const float* cos = sizes_.cos + step.positions[token] * half;
@@ -154,35 +165,61 @@ void Attention::write(const TmStep& step, const Buffer& qkv, const Buffer& q, in
     }
     const int64_t block = step.slots[token] / sizes_.block_size, offset = step.slots[token] % sizes_.block_size;
     auto* pool = static_cast<unsigned char*>(sizes_.kv) + (layer * sizes_.num_blocks + block) * layout_.block_bytes;
-    const auto store = [](Element* p, float x) {
-        if constexpr (sizeof(Element) == 2) *p = float_to_bf16(x);
-        else *p = x;
+    const int64_t padded = layout_.value_width;
+    float* values = scratch.scores.data();
+    auto* elements = reinterpret_cast<Element*>(values + padded);
+    const auto convert = [&](const float* from) {
+        for (int64_t i = 0; i < padded; i += 8) store8(elements + i, load8(from + i));
     };
+    std::fill(values, values + padded, 0.0f);
     for (int64_t head = 0; head < kv_heads; head++, in += dim) {
-        Element* k = reinterpret_cast<Element*>(pool) + head * layout_.head_elements + offset;
         for (int64_t i = 0; i < half; i++) {
-            store(k + i * layout_.keys, in[i] * cos[i] - in[i + half] * sin[i]);
-            store(k + (i + half) * layout_.keys, in[i + half] * cos[i] + in[i] * sin[i]);
+            values[i] = in[i] * cos[i] - in[i + half] * sin[i];
+            values[i + half] = in[i + half] * cos[i] + in[i] * sin[i];
         }
+        convert(values);
+        Element* k = reinterpret_cast<Element*>(pool) + head * layout_.head_elements + offset;
+        for (int64_t i = 0; i < dim; i++) k[i * layout_.keys] = elements[i];
     }
     for (int64_t head = 0; head < kv_heads; head++, in += dim) {
+        std::copy(in, in + dim, values);
+        convert(values);
         Element* v = reinterpret_cast<Element*>(pool) + head * layout_.head_elements + dim * layout_.keys +
                      offset * layout_.value_width;
-        for (int64_t i = 0; i < dim; i++) store(v + i, in[i]);
+        std::copy(elements, elements + dim, v);
     }
 }
 
-void Attention::rope_and_write(Pool& pool, const TmStep& step, const Buffer& qkv, const Buffer& q, int layer) const {
+void Attention::rope_and_write(Pool& pool, const TmStep& step, const Buffer& qkv, const Buffer& q, int layer) {
     constexpr int64_t kTokens = 8;
-    pool.run((step.tokens + kTokens - 1) / kTokens, [&](int64_t task, int) {
+    pool.run((step.tokens + kTokens - 1) / kTokens, [&](int64_t task, int thread) {
         for (int64_t token = task * kTokens; token < std::min((task + 1) * kTokens, step.tokens); token++) {
-            if (sizes_.kv_bfloat16) write<bf16>(step, qkv, q, layer, token);
-            else write<float>(step, qkv, q, layer, token);
+            with_element(sizes_.kv_type, [&](auto element) {
+                write<decltype(element)>(step, qkv, q, layer, token, scratch_[thread]);
+            });
         }
     });
 }
 
+void Attention::reserve(int threads) {
+    const int64_t most_rows = tokens_at_once() * (sizes_.num_heads / sizes_.num_kv_heads);
+    const int64_t tile_keys = std::max<int64_t>(1, kTile / sizes_.block_size) * layout_.keys;
+    scratch_.resize(static_cast<size_t>(threads));
+    for (Scratch& scratch : scratch_) {
+        scratch.scores.resize(static_cast<size_t>(std::max(most_rows * tile_keys, 2 * layout_.value_width)));
+        scratch.widened.resize(static_cast<size_t>(
+            std::max(sizes_.head_dim * layout_.keys,
+                     std::max<int64_t>(1, kTile / sizes_.block_size) * sizes_.block_size * layout_.value_width)));
+        scratch.values.resize(static_cast<size_t>(most_rows * state_width()));
+        scratch.total.resize(static_cast<size_t>(most_rows * state_width()));
+        scratch.queries.resize(static_cast<size_t>(most_rows));
+        scratch.positions.resize(static_cast<size_t>(most_rows));
+    }
+}
+
 void Attention::plan(const TmStep& step, int threads) {
+    reserve(threads);
+
     const int64_t blocks = std::max<int64_t>(1, kSplit / sizes_.block_size);
     const int64_t split_keys = blocks * sizes_.block_size;
     const int64_t group = sizes_.num_heads / sizes_.num_kv_heads;
@@ -195,14 +232,17 @@ void Attention::plan(const TmStep& step, int threads) {
     for (int64_t sequence = 0; sequence < step.sequences; sequence++) {
         const int64_t begin = step.query_starts[sequence], end = step.query_starts[sequence + 1];
         const int64_t splits = (step.context_lens[sequence] + split_keys - 1) / split_keys;
-        // Where there is one query, its splits are what several threads can share.
-        const bool apart = end - begin == 1 && splits > 1;
+        // Where there are few queries, their splits are what several threads can share.
+        const int64_t queries = end - begin;
+        const bool apart = queries <= kMostQueriesApart && splits > 1;
         for (int32_t head = 0; head < sizes_.num_kv_heads; head++) {
             if (apart) {
-                folds_.push_back({begin, head, partials, splits});
+                for (int64_t i = 0; i < queries; i++) {
+                    folds_.push_back({begin + i, head, partials + i * group, splits, queries * group});
+                }
                 for (int32_t split = 0; split < splits; split++) {
                     tasks_.push_back({begin, end, sequence, head, split, partials});
-                    partials += group;
+                    partials += queries * group;
                 }
                 continue;
             }
@@ -223,7 +263,7 @@ void Attention::plan(const TmStep& step, int threads) {
 
 template <class Element>
 void Attention::attend_split(const TmStep& step, const float* const* queries, const int64_t* positions, int rows,
-                             int layer, const Task& task, int64_t split, float* scores, float* states) const {
+                             int layer, const Task& task, int64_t split, Scratch& scratch, float* states) const {
     const int64_t block_size = sizes_.block_size, dim = sizes_.head_dim, width = layout_.value_width;
     const int64_t tile_blocks = std::max<int64_t>(1, kTile / block_size);
     const int64_t split_blocks = std::max<int64_t>(1, kSplit / block_size);
@@ -237,16 +277,24 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
         return reinterpret_cast<const Element*>(pool + table[block] * layout_.block_bytes) +
                task.kv_head * layout_.head_elements;
     };
-    const Element* blocks[kTile];
+    // Short floats are widened once for all rows, where there are more than are computed at a time.
+    const bool widened = sizeof(Element) < sizeof(float) && rows > 6;
+    const auto widen = [&](const Element* from, int64_t at, int64_t elements) -> const float* {
+        float* to = scratch.widened.data() + at;
+        for (int64_t i = 0; i < elements; i += 8) store8(to + i, load8(from + i));
+        return to;
+    };
     for (int r = 0; r < rows; r++) reset(states + r * state_width(), width);
     for (int64_t tile = first_block; tile < end_block; tile += tile_blocks) {
         const int64_t tile_end = std::min(tile + tile_blocks, end_block);
         for (int64_t block = tile; block < tile_end; block++) {
-            score_block(queries, rows, head_of(block), dim, layout_.keys, scores + (block - tile) * layout_.keys, stride);
+            float* to = scratch.scores.data() + (block - tile) * layout_.keys;
+            if (widened) score_block(queries, rows, widen(head_of(block), 0, dim * layout_.keys), dim, layout_.keys, to, stride);
+            else score_block(queries, rows, head_of(block), dim, layout_.keys, to, stride);
         }
         const int64_t count = (tile_end - tile) * layout_.keys;
         for (int r = 0; r < rows; r++) {
-            float* row = scores + r * stride;
+            float* row = scratch.scores.data() + r * stride;
             float* state = states + r * state_width();
             // Keys after the query, and the places that fill up a block, are seen by nobody.
             if (positions[r] < tile_end * block_size - 1 || layout_.keys != block_size) {
@@ -273,11 +321,19 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
             }
             state[width + 1] += sum8(sum);
         }
-        for (int64_t block = tile; block < tile_end; block++) blocks[block - tile] = head_of(block) + dim * layout_.keys;
         // Places after the last query may never have been written.
         const int64_t last = std::min(block_size, last_position - (tile_end - 1) * block_size + 1);
-        const Values<Element> values{blocks, tile_end - tile, width, layout_.keys, block_size, last};
-        weigh_tile(scores, stride, rows, values, states, state_width());
+        const auto weigh = [&](const auto& values_of) {
+            using Pointer = decltype(values_of(int64_t{0}));
+            Pointer blocks[kTile];
+            for (int64_t i = 0; i < tile_end - tile; i++) blocks[i] = values_of(i);
+            const Values<std::remove_const_t<std::remove_pointer_t<Pointer>>> values{
+                blocks, tile_end - tile, width, layout_.keys, block_size, last};
+            weigh_tile(scratch.scores.data(), stride, rows, values, states, state_width());
+        };
+        const auto in_pool = [&](int64_t i) { return head_of(tile + i) + dim * layout_.keys; };
+        if (widened) weigh([&](int64_t i) { return widen(in_pool(i), i * block_size * width, block_size * width); });
+        else weigh(in_pool);
     }
 }
 
@@ -286,19 +342,10 @@ void Attention::attend_task(const TmStep& step, const Buffer& q, const Buffer& o
                             Scratch& scratch) {
     const int group = sizes_.num_heads / sizes_.num_kv_heads;
     const int64_t width = layout_.value_width, blocks = std::max<int64_t>(1, kSplit / sizes_.block_size);
-    const int64_t tile_keys = std::max<int64_t>(1, kTile / sizes_.block_size) * layout_.keys;
-    // A few rows at a time keeps scores and states in the cache; any number gives the same result.
-    const int tokens_at_once = std::max(1, 48 / group);
-    const int64_t most_rows = static_cast<int64_t>(tokens_at_once) * group;
-    scratch.scores.resize(static_cast<size_t>(most_rows * tile_keys));
-    scratch.values.resize(static_cast<size_t>(most_rows * state_width()));
-    scratch.total.resize(static_cast<size_t>(most_rows * state_width()));
-    scratch.queries.resize(static_cast<size_t>(most_rows));
-    scratch.positions.resize(static_cast<size_t>(most_rows));
     const float** queries = scratch.queries.data();
     int64_t* positions = scratch.positions.data();
-    for (int64_t first = task.begin; first < task.end; first += tokens_at_once) {
-        const int64_t end = std::min(first + tokens_at_once, task.end);
+    for (int64_t first = task.begin; first < task.end; first += tokens_at_once()) {
+        const int64_t end = std::min(first + tokens_at_once(), task.end);
         int rows = 0;
         for (int64_t token = first; token < end; token++) {
             for (int h = 0; h < group; h++, rows++) {
@@ -307,16 +354,15 @@ void Attention::attend_task(const TmStep& step, const Buffer& q, const Buffer& o
             }
         }
         if (task.split >= 0) {
-            attend_split<Element>(step, queries, positions, rows, layer, task, task.split,
-                                  scratch.scores.data(), partials_.data() + task.partial * state_width());
+            attend_split<Element>(step, queries, positions, rows, layer, task, task.split, scratch,
+                                  partials_.data() + (task.partial + (first - task.begin) * group) * state_width());
             continue;
         }
         const int64_t splits = positions[rows - 1] / (blocks * sizes_.block_size) + 1;
         float* total = scratch.total.data();
-        attend_split<Element>(step, queries, positions, rows, layer, task, 0, scratch.scores.data(), total);
+        attend_split<Element>(step, queries, positions, rows, layer, task, 0, scratch, total);
         for (int64_t split = 1; split < splits; split++) {
-            attend_split<Element>(step, queries, positions, rows, layer, task, split,
-                                  scratch.scores.data(), scratch.values.data());
+            attend_split<Element>(step, queries, positions, rows, layer, task, split, scratch, scratch.values.data());
             for (int r = 0; r < rows; r++) {
                 merge(total + r * state_width(), scratch.values.data() + r * state_width(), width);
             }
@@ -335,22 +381,23 @@ void Attention::finish(const Buffer& out, int64_t token, int head, const float* 
 }
 
 void Attention::attend(Pool& pool, const TmStep& step, const Buffer& q, const Buffer& out, int layer) {
-    scratch_.resize(static_cast<size_t>(pool.threads()));
     pool.run(static_cast<int64_t>(tasks_.size()), [&](int64_t index, int thread) {
         const Task& task = tasks_[index];
-        if (sizes_.kv_bfloat16) attend_task<bf16>(step, q, out, layer, task, scratch_[thread]);
-        else attend_task<float>(step, q, out, layer, task, scratch_[thread]);
+        with_element(sizes_.kv_type, [&](auto element) {
+            attend_task<decltype(element)>(step, q, out, layer, task, scratch_[thread]);
+        });
     });
     const int group = sizes_.num_heads / sizes_.num_kv_heads;
-    for (const Fold& fold : folds_) {
+    pool.run(static_cast<int64_t>(folds_.size()), [&](int64_t index, int) {
+        const Fold& fold = folds_[index];
         for (int h = 0; h < group; h++) {
             float* total = partials_.data() + (fold.partial + h) * state_width();
             for (int64_t split = 1; split < fold.splits; split++) {
-                merge(total, total + split * group * state_width(), layout_.value_width);
+                merge(total, total + split * fold.stride * state_width(), layout_.value_width);
             }
             finish(out, fold.token, fold.kv_head * group + h, total);
         }
-    }
+    });
 }
 
 }  // namespace tokenmill

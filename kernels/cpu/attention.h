@@ -1,6 +1,7 @@
 // Paged attention and what writes the pool it reads.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -30,15 +31,12 @@ class Attention {
 
     // qkv rows: num_heads query heads, then the key heads, then the value heads. q gets the rotated queries, times
     // log2(e) / sqrt(head_dim). Rotation pairs element i with i + head_dim / 2.
-    void rope_and_write(Pool& pool, const TmStep& step, const Buffer& qkv, const Buffer& q, int layer) const;
+    void rope_and_write(Pool& pool, const TmStep& step, const Buffer& qkv, const Buffer& q, int layer);
 
     // Causal: the query at position p attends to positions 0..p of its sequence, all in the pool.
     void attend(Pool& pool, const TmStep& step, const Buffer& q, const Buffer& out, int layer);
 
   private:
-    template <class Element>
-    void write(const TmStep& step, const Buffer& qkv, const Buffer& q, int layer, int64_t token) const;
-
     // A piece of work: the queries `begin`..`end` of a sequence (flat tokens), one KV head, some splits of its context.
     struct Task {
         int64_t begin, end;
@@ -52,19 +50,27 @@ class Attention {
         int32_t kv_head;
         int64_t partial;
         int64_t splits;
+        int64_t stride;  // partials from one split to the next
     };
     struct Scratch {
-        std::vector<float> scores, values, total;
+        std::vector<float> scores, widened, values, total;
         std::vector<const float*> queries;
         std::vector<int64_t> positions;
     };
 
     template <class Element>
+    void write(const TmStep& step, const Buffer& qkv, const Buffer& q, int layer, int64_t token,
+               Scratch& scratch) const;
+    template <class Element>
     void attend_task(const TmStep& step, const Buffer& q, const Buffer& out, int layer, const Task& task,
                      Scratch& scratch);
     template <class Element>
     void attend_split(const TmStep& step, const float* const* queries, const int64_t* positions, int rows, int layer,
-                      const Task& task, int64_t split, float* scores, float* state) const;
+                      const Task& task, int64_t split, Scratch& scratch, float* state) const;
+    // Memory for the threads: before they start, as one that fails can't say so.
+    void reserve(int threads);
+    // A few rows at a time keeps scores and states in the cache; any number gives the same result.
+    int64_t tokens_at_once() const { return std::max<int64_t>(1, 48 / (sizes_.num_heads / sizes_.num_kv_heads)); }
     void finish(const Buffer& out, int64_t token, int head, const float* state) const;
     int64_t state_width() const { return layout_.value_width + 2; }
 

@@ -42,6 +42,14 @@ FLAG_GELU = 1
 FLAG_LOGITS_ROWS = 2
 
 
+class KvType(enum.IntEnum):
+    """How keys and values are kept in the pool."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+
+
 class Codes(enum.IntFlag):
     """Quantized forms of activations; `abi.h` says what each is."""
 
@@ -85,7 +93,7 @@ class AttentionSizes(Structure):
         ("head_dim", c_int32),
         ("block_size", c_int32),
         ("num_blocks", c_int64),
-        ("kv_bfloat16", c_int32),
+        ("kv_type", c_int32),
         ("unused", c_int32),
         ("cos", c_void_p),
         ("sin", c_void_p),

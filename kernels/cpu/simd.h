@@ -42,6 +42,14 @@ inline void prefetch(const void* start, size_t bytes) {
 #endif
 }
 
+uint16_t float_to_half(float x);
+float half_to_float(uint16_t x);
+
+// An IEEE half float; beyond 65504 it is infinite.
+struct Half {
+    uint16_t bits;
+};
+
 #if TOKENMILL_X86
 
 struct F8 {
@@ -55,7 +63,11 @@ inline F8 load8(const bf16* p) {
     __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16))};
 }
+inline F8 load8(const Half* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
 inline void store8(float* p, F8 x) { _mm256_storeu_ps(p, x.v); }
+inline void store8(Half* p, F8 x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
+}
 inline F8 operator+(F8 a, F8 b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline F8 operator-(F8 a, F8 b) { return {_mm256_sub_ps(a.v, b.v)}; }
 inline F8 operator*(F8 a, F8 b) { return {_mm256_mul_ps(a.v, b.v)}; }
@@ -113,7 +125,11 @@ inline F8 set8(float x) { return each([&](int) { return x; }); }
 inline F8 zero8() { return set8(0.0f); }
 inline F8 load8(const float* p) { return each([&](int i) { return p[i]; }); }
 inline F8 load8(const bf16* p) { return each([&](int i) { return bf16_to_float(p[i]); }); }
+inline F8 load8(const Half* p) { return each([&](int i) { return half_to_float(p[i].bits); }); }
 inline void store8(float* p, F8 x) { std::memcpy(p, x.v, sizeof x.v); }
+inline void store8(Half* p, F8 x) {
+    for (int i = 0; i < 8; i++) p[i].bits = float_to_half(x.v[i]);
+}
 inline F8 operator+(F8 a, F8 b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
 inline F8 operator-(F8 a, F8 b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
 inline F8 operator*(F8 a, F8 b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
@@ -158,6 +174,12 @@ inline float largest8(F8 a) {
 }
 
 #endif
+
+inline void store8(bf16* p, F8 x) {
+    float values[8];
+    store8(values, x);
+    for (int i = 0; i < 8; i++) p[i] = float_to_bf16(values[i]);
+}
 
 // e^x, relative error below 2e-7; 0 below -87.3 (also for -inf), no more than e^88; NaN gives NaN.
 // Range reduction to |r| <= ln 2 / 2 and a polynomial of degree 6 (Cody & Waite 1980).

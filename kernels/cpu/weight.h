@@ -59,9 +59,6 @@ struct Weight {
     std::shared_ptr<unsigned char> memory_;
 };
 
-uint16_t float_to_half(float x);
-float half_to_float(uint16_t x);
-
 // One value of a row that is left out of its int8 codes.
 struct Outlier {
     int32_t input;

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from config.arch import read_arch
 from gpu_workers.comm import LocalComm
 from gpu_workers.models import model_class
@@ -68,11 +66,17 @@ class Result:
 
 
 def load_model(
-    path: Path, kernels: str, dtype: str, threads: int, quantized: bool, progress: Callable[[str], None]
+    path: Path,
+    kernels: str,
+    dtype: str,
+    threads: int,
+    quantized: bool,
+    kv_dtype: str,
+    progress: Callable[[str], None],
 ) -> LlamaModel:
     """The model in this process, alone; StartError or ValueError when it can't be loaded."""
     arch = read_arch(path)
-    backend = make_measured_backend(kernels, dtype, threads, quantized, progress)
+    backend = make_measured_backend(kernels, dtype, threads, quantized, kv_dtype, progress)
     weights = Weights(open_source(path), lambda fraction: None)
     return model_class(arch.family)(arch, None, weights, backend, LocalComm())
 
@@ -106,7 +110,7 @@ class Bench:
             operations["float32_operations"] = operations.get("float32_operations", 0) + attention_operations(
                 arch, seen
             )
-            element = 2 if backend.dtype == torch.bfloat16 else 4
+            element = 4 if backend.kv_dtype == "float32" else 2
             work = Work(backend.weight_bytes() + kv_bytes(arch, kv, element), **operations)
             least, bound = self._limits.least_seconds(work)
             return Result(phase, tokens, context, times, rate, work, least / times.interval, bound)
@@ -139,6 +143,12 @@ def _parser() -> argparse.ArgumentParser:
         help="quantized weights are multiplied as integers (auto), or dequantized (none); as of the server",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute dtype")
+    parser.add_argument(
+        "--kv-dtype",
+        choices=("float32", "float16", "bfloat16"),
+        default="float16",
+        help="of the native kernels' KV cache; the server's default, too",
+    )
     parser.add_argument("--threads", type=int, default=usable_cores(), help="compute threads (default: usable cores)")
     parser.add_argument(
         "--prefill", type=counts, default=[128, 512, 1000, 2000], help="tokens of prompts (default: 128,512,1000,2000)"
@@ -164,7 +174,9 @@ def run(arguments: argparse.Namespace) -> None:
         )
     say(f"loading {arguments.model}")
     quantized = arguments.quantization == "auto"
-    model = load_model(arguments.model, arguments.kernels, arguments.dtype, arguments.threads, quantized, say)
+    model = load_model(
+        arguments.model, arguments.kernels, arguments.dtype, arguments.threads, quantized, arguments.kv_dtype, say
+    )
     native = isinstance(model.backend, MeasuredBackend)
     limits = measure_limits(arguments.threads, min(arguments.seconds, 1.0), say) if native else None
     row_blocks = -(-(arguments.context + MOST_STEPS) // BLOCK_SIZE)

@@ -46,8 +46,10 @@ class Product:
 class MeasuredBackend(NativeCpuBackend):
     """The native CPU backend, which lists the products of the forward that it records."""
 
-    def __init__(self, dtype: torch.dtype, threads: int, quantized: bool, progress: Callable[[str], None]) -> None:
-        super().__init__(dtype, threads, quantized, progress)
+    def __init__(
+        self, dtype: torch.dtype, threads: int, quantized: bool, kv_dtype: str, progress: Callable[[str], None]
+    ) -> None:
+        super().__init__(dtype, threads, quantized, kv_dtype, progress)
         self.engine = TimedEngine(self._library, threads)
         self._engine = self.engine
         self.products: list[Product] = []
@@ -77,12 +79,12 @@ class MeasuredBackend(NativeCpuBackend):
 
 
 def make_measured_backend(
-    kernels: str, dtype: str, threads: int, quantized: bool, progress: Callable[[str], None]
+    kernels: str, dtype: str, threads: int, quantized: bool, kv_dtype: str, progress: Callable[[str], None]
 ) -> Backend:
     """As `gpu_workers.backends.make_backend`: with native kernels, a MeasuredBackend. StartError if it can't be had."""
     if kernels != "torch":
         try:
-            return MeasuredBackend(_DTYPES[dtype], threads, quantized, progress)
+            return MeasuredBackend(_DTYPES[dtype], threads, quantized, kv_dtype, progress)
         except BuildError as error:
             if kernels == "native":
                 raise StartError(f"--kernels native: {error}") from error

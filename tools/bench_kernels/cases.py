@@ -15,6 +15,7 @@ from kernels.cpu.library import (
     Codes,
     Engine,
     Kind,
+    KvType,
     Op,
     PackedWeight,
     Step,
@@ -163,14 +164,14 @@ class Attention:
     """
 
     code: Code
-    bfloat16: bool
+    kv_type: KvType
     sequences: int
     tokens: int
     start: int
 
     @property
     def name(self) -> str:
-        dtype = "bfloat16" if self.bfloat16 else "float32"
+        dtype = self.kv_type.name.lower()
         if self.code == Code.ROPE:
             return f"rope/{dtype}/{self.sequences * self.tokens}"
         if self.tokens == 1:
@@ -179,7 +180,7 @@ class Attention:
 
     @property
     def work(self) -> Work:
-        element = 2 if self.bfloat16 else 4
+        element = 4 if self.kv_type == KvType.FLOAT32 else 2
         total = self.sequences * self.tokens
         if self.code == Code.ROPE:
             # read: q, k and v; three operations for each element of q and k
@@ -197,10 +198,10 @@ class Attention:
         num_blocks = self.sequences * width
         cos = torch.ones(context, HEAD_DIM // 2)
         sin = torch.zeros_like(cos)
-        sizes = AttentionSizes(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, num_blocks, self.bfloat16)
+        sizes = AttentionSizes(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, num_blocks, self.kv_type)
         layer_bytes = num_blocks * kv_block_bytes(place.library, sizes)
         layers = max(1, min(place.working_set, _MOST_KV_BYTES) // layer_bytes)
-        pool = _filled_pool(layers * layer_bytes, self.bfloat16)
+        pool = _filled_pool(layers * layer_bytes, self.kv_type)
         sizes.cos, sizes.sin, sizes.kv = cos.data_ptr(), sin.data_ptr(), pool.ctypes.data
         q_width = HEADS * HEAD_DIM
         qkv_width = q_width + 2 * KV_HEADS * HEAD_DIM
@@ -232,15 +233,15 @@ class Attention:
         return Recorded(engine, ops, step, self.work, kept)
 
 
-def _filled_pool(num_bytes: int, bfloat16: bool) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+def _filled_pool(num_bytes: int, kv_type: KvType) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
     """Keys and values of one and the same number, at a multiple of 64; written, since unwritten pages share memory."""
     memory = np.empty(num_bytes + 63, dtype=np.uint8)
     start = -memory.ctypes.data % 64
     pool = memory[start : start + num_bytes]
-    if bfloat16:
+    if kv_type == KvType.BFLOAT16:
         pool.view(np.uint16)[:] = 0x3F00  # 0.5
     else:
-        pool.view(np.float32)[:] = 0.5
+        pool.view(np.float16 if kv_type == KvType.FLOAT16 else np.float32)[:] = 0.5
     return pool
 
 
@@ -264,9 +265,9 @@ def all_cases(shapes: Sequence[tuple[int, int]]) -> list[Case]:
     """In the order in which they share weights. `shapes` [N, K], if any, replace the linears of the model."""
     cases: list[Linear | Norm | Embed | Attention] = [*linear_cases(shapes)]
     cases += [Norm(rows) for rows in ROWS]
-    for bfloat16 in (False, True):
-        cases += [Attention(Code.ROPE, bfloat16, rows, 1, 127) for rows in ROWS]
-        cases += [Attention(Code.ATTENTION, bfloat16, sequences, 1, context - 1) for sequences, context in DECODE]
-        cases += [Attention(Code.ATTENTION, bfloat16, 1, PREFILL_TOKENS, start) for start in PREFILL_STARTS]
+    for kv_type in KvType:
+        cases += [Attention(Code.ROPE, kv_type, rows, 1, 127) for rows in ROWS]
+        cases += [Attention(Code.ATTENTION, kv_type, sequences, 1, context - 1) for sequences, context in DECODE]
+        cases += [Attention(Code.ATTENTION, kv_type, 1, PREFILL_TOKENS, start) for start in PREFILL_STARTS]
     cases += [Embed(kind, rows) for kind in Kind for rows in ROWS]
     return [Case(case.name, case.record) for case in cases]

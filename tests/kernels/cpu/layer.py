@@ -21,6 +21,7 @@ from kernels.cpu.library import (
     Codes,
     Engine,
     Kind,
+    KvType,
     Op,
     PackedWeight,
     Step,
@@ -29,6 +30,7 @@ from kernels.cpu.library import (
 
 EPS = 1e-5
 ALIGNMENT = 64
+KV_DTYPES = {KvType.FLOAT32: torch.float32, KvType.BFLOAT16: torch.bfloat16, KvType.FLOAT16: torch.float16}
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Shapes:
     ffn: int
     vocabulary: int
     block_size: int
-    bfloat16_kv: bool
+    kv_type: KvType
     activation: str
     threads: int
     seed: int
@@ -77,7 +79,7 @@ def shapes(draw: st.DrawFn) -> Shapes:
         ffn=GATED_COLUMNS * draw(st.integers(1, 4)),
         vocabulary=draw(st.integers(1, 300)),
         block_size=draw(st.sampled_from([1, 4, 5, 8, 16, 32, 64, 100])),
-        bfloat16_kv=draw(st.booleans()),
+        kv_type=draw(st.sampled_from(KvType)),
         activation=draw(st.sampled_from(["silu", "gelu"])),
         threads=draw(st.integers(1, 3)),
         seed=draw(st.integers(0, 1 << 30)),
@@ -143,7 +145,7 @@ class Layer:
     def _new_engine(self) -> Engine:
         shapes = self.shapes
         sizes = AttentionSizes(shapes.heads, shapes.kv_heads, shapes.head_dim, shapes.block_size, self._num_blocks)
-        sizes.kv_bfloat16 = shapes.bfloat16_kv
+        sizes.kv_type = shapes.kv_type
         sizes.cos, sizes.sin = self._cos.data_ptr(), self._sin.data_ptr()
         num_bytes = self._num_blocks * kv_block_bytes(self._library, sizes)
         # All bits set is NaN: reading a place that was never written shows.
@@ -233,8 +235,8 @@ class Layer:
         heads = qkv.unflatten(-1, (-1, shapes.head_dim))
         q, k, v = heads.split([shapes.heads, shapes.kv_heads, shapes.kv_heads], dim=1)
         q, k = reference.apply_rope(q, cos, sin), reference.apply_rope(k, cos, sin)
-        if shapes.bfloat16_kv:
-            k, v = k.bfloat16().double(), v.bfloat16().double()
+        kept = KV_DTYPES[shapes.kv_type]
+        k, v = k.to(kept).double(), v.to(kept).double()
         table = torch.zeros(1, 1, dtype=torch.int32)
         attention = reference.paged_attention(q, k, v, table, context, [0, context], [context]).flatten(1)
         added = self._linear(attention, self._output_values)

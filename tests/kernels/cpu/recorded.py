@@ -25,10 +25,10 @@ class Recorded:
         prepare: Prepare,
         width: int,
         threads: int = 1,
-        dtype: torch.dtype = torch.float32,
+        kv_dtype: str = "float32",
         kv_shape: tuple[int, int, int, int, int] = (1, 1, 8, 1, 8),
     ) -> None:
-        self.backend = backend = NativeCpuBackend(dtype, threads, quantized=True)
+        self.backend = backend = NativeCpuBackend(torch.float32, threads, quantized=True, kv_dtype=kv_dtype)
         table, _ = backend.load_vocabulary(inputs, None)
         op = prepare(backend)
         unit = backend.load_linear(torch.eye(width), None)

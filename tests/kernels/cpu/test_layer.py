@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cpu.library import Kind
+from kernels.cpu.library import Kind, KvType
 
 from .layer import Layer, Shapes, shapes
 
@@ -15,10 +15,10 @@ EXAMPLES = settings(max_examples=settings.default.max_examples // 4, deadline=No
 
 
 def tolerance(shapes: Shapes) -> float:
-    """Share of the largest logit: a value at the edge of two codes or bfloat16 numbers may fall to the other side."""
+    """Share of the largest logit: a value at the edge of two codes or short floats may fall to the other side."""
     if shapes.quantized:
         return 3e-2 if shapes.kind == Kind.INT4 else 5e-3
-    return 2e-3 if shapes.bfloat16_kv else 2e-5
+    return {KvType.FLOAT32: 2e-5, KvType.FLOAT16: 3e-4, KvType.BFLOAT16: 2e-3}[shapes.kv_type]
 
 
 @EXAMPLES

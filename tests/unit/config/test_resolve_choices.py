@@ -55,6 +55,23 @@ def test_bfloat16_without_its_instructions_holds_weights_as_float32() -> None:
     assert "held as float32" not in with_instructions.weight_note
 
 
+def test_the_kv_cache_has_a_number_type_of_its_own_with_compiled_kernels() -> None:
+    with_compiler = msgspec.structs.replace(OLD_MACHINE, has_compiler=True)
+    bytes_per_token = {"float32": 46_080, "float16": 23_040, "bfloat16": 23_040}  # 2 x 30 layers x 3 heads x 64
+    for asked, held in [("auto", "float16"), ("float32", "float32"), ("bfloat16", "bfloat16")]:
+        resolved = settle("--kv-dtype", asked, machine=with_compiler)
+        assert resolved.config.model.kv_dtype == held
+        assert resolved.plan.kv_bytes_per_token == bytes_per_token[held]
+    assert "half" in reason(settle(machine=with_compiler), "kv_dtype float16")
+
+
+def test_plain_torch_keeps_keys_and_values_in_the_dtype_it_computes_in() -> None:
+    resolved = settle("--dtype", "bfloat16", "--kernels", "torch")
+    assert resolved.config.model.kv_dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="--kv-dtype float16: plain torch operations .* bfloat16; another one needs"):
+        settle("--dtype", "bfloat16", "--kernels", "torch", "--kv-dtype", "float16")
+
+
 def test_compiled_kernels_are_expected_where_there_is_a_compiler() -> None:
     with_compiler = msgspec.structs.replace(OLD_MACHINE, has_compiler=True)
     native = settle(machine=with_compiler)

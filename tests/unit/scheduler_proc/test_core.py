@@ -389,9 +389,7 @@ def test_chunks_shrink_so_that_streams_keep_their_pace(token: float) -> None:
         tokens = sum(count for _, _, count, _ in scheduled_rows(plan))
         return 0.02 + token * tokens
 
-    engine = Engine(
-        block_size=16, num_blocks=800, max_step_tokens=512, max_itl_ms=60.0, max_seqs=8, max_model_len=4096
-    )
+    engine = Engine(block_size=16, num_blocks=800, max_step_tokens=512, max_itl_ms=60.0, max_seqs=8, max_model_len=4096)
     engine.seconds = seconds
     for request_id in range(3):
         engine.submit(request_id, [request_id + 1] * 20, 400, stops=())
