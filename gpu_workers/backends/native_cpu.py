@@ -172,11 +172,11 @@ class NativeCpuBackend(Backend):
         sizes = AttentionSizes(
             num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, kv_type=self._kv_type
         )
-        pool = zeroed_bytes(num_layers, num_blocks, kv_block_bytes(self._library, sizes))
+        pool = zeroed_bytes(num_blocks, num_layers, kv_block_bytes(self._library, sizes))
         return NativeKV(pool, block_size, num_kv_heads, head_dim)
 
     def allocate_host_kv(self, kv: NativeKV, num_blocks: int) -> NativeHostKV:
-        layers, _, block_bytes = kv.pool.shape
+        _, layers, block_bytes = kv.pool.shape
         return NativeHostKV(zeroed_bytes(num_blocks, layers, block_bytes))
 
     def copy_blocks_out(self, kv: NativeKV, host_kv: NativeHostKV, pairs: torch.Tensor) -> None:
@@ -209,7 +209,7 @@ class NativeCpuBackend(Backend):
             num_kv_heads=kv.num_kv_heads,
             head_dim=kv.head_dim,
             block_size=kv.block_size,
-            num_blocks=kv.num_blocks,
+            num_layers=kv.num_layers,
             kv_type=self._kv_type,
             cos=self._cos.data_ptr(),
             sin=self._sin.data_ptr(),

@@ -59,12 +59,12 @@ struct TmAttention {
     int32_t num_kv_heads;
     int32_t head_dim;
     int32_t block_size;
-    int64_t num_blocks;
+    int64_t num_layers;
     int32_t kv_type;  // TmKvType
     int32_t unused;
     const float* cos;  // [positions, head_dim / 2]
     const float* sin;
-    void* kv;  // [layers, num_blocks, tm_kv_block_bytes]
+    void* kv;  // [blocks, num_layers, tm_kv_block_bytes]
 };
 
 struct TmStep {

@@ -18,8 +18,7 @@ namespace {
 
 constexpr int64_t kTile = 64;        // key positions; rounded down to whole blocks, at least one
 constexpr int64_t kSplit = 512;      // key positions of a split, likewise
-constexpr int64_t kMostQueriesApart = 8;  // of a sequence: more are divided among threads, rather than their context
-constexpr int64_t kLeastQueryTokens = 4, kMostQueryTokens = 16;  // of a prefill chunk, in one task
+constexpr int64_t kQueryTokens = 16;  // of a prefill chunk, in one task
 constexpr float kLog2E = 1.44269504f;  // scores are in powers of two
 constexpr float kNothing = -1e30f;   // largest score where no key is seen: finite, so that differences are not NaN
 
@@ -164,7 +163,7 @@ void Attention::write(const TmStep& step, const Buffer& qkv, const Buffer& q, in
         }
     }
     const int64_t block = step.slots[token] / sizes_.block_size, offset = step.slots[token] % sizes_.block_size;
-    auto* pool = static_cast<unsigned char*>(sizes_.kv) + (layer * sizes_.num_blocks + block) * layout_.block_bytes;
+    auto* pool = static_cast<unsigned char*>(sizes_.kv) + (block * sizes_.num_layers + layer) * layout_.block_bytes;
     const int64_t padded = layout_.value_width;
     float* values = scratch.scores.data();
     auto* elements = reinterpret_cast<Element*>(values + padded);
@@ -223,31 +222,29 @@ void Attention::plan(const TmStep& step, int threads) {
     const int64_t blocks = std::max<int64_t>(1, kSplit / sizes_.block_size);
     const int64_t split_keys = blocks * sizes_.block_size;
     const int64_t group = sizes_.num_heads / sizes_.num_kv_heads;
-    // Enough tasks that no thread waits long for the last one, each with enough queries for a key that is loaded.
-    const int64_t share = step.tokens * sizes_.num_kv_heads / (4 * threads);
-    const int64_t query_tokens = std::clamp(share, kLeastQueryTokens, kMostQueryTokens);
     tasks_.clear();
     folds_.clear();
     int64_t partials = 0;
     for (int64_t sequence = 0; sequence < step.sequences; sequence++) {
         const int64_t begin = step.query_starts[sequence], end = step.query_starts[sequence + 1];
+        const int64_t query_blocks = (end - begin + kQueryTokens - 1) / kQueryTokens;
         const int64_t splits = (step.context_lens[sequence] + split_keys - 1) / split_keys;
-        // Where there are few queries, their splits are what several threads can share.
-        const int64_t queries = end - begin;
-        const bool apart = queries <= kMostQueriesApart && splits > 1;
+        // Where there are few queries, threads share them by parts of the context: all of them meet a key at once.
+        const bool apart = splits > 1 && query_blocks * sizes_.num_kv_heads < 4 * threads;
         for (int32_t head = 0; head < sizes_.num_kv_heads; head++) {
-            if (apart) {
-                for (int64_t i = 0; i < queries; i++) {
-                    folds_.push_back({begin + i, head, partials + i * group, splits, queries * group});
+            for (int64_t first = begin; first < end; first += kQueryTokens) {
+                const int64_t last = std::min(first + kQueryTokens, end);
+                if (!apart) {
+                    tasks_.push_back({first, last, sequence, head, -1, 0});
+                    continue;
                 }
-                for (int32_t split = 0; split < splits; split++) {
-                    tasks_.push_back({begin, end, sequence, head, split, partials});
-                    partials += queries * group;
+                const int64_t rows = (last - first) * group;
+                for (int64_t token = first; token < last; token++) {
+                    folds_.push_back({token, head, partials + (token - first) * group, splits, rows});
                 }
-                continue;
-            }
-            for (int64_t first = begin; first < end; first += query_tokens) {
-                tasks_.push_back({first, std::min(first + query_tokens, end), sequence, head, -1, 0});
+                for (int32_t split = 0; split < splits; split++, partials += rows) {
+                    tasks_.push_back({first, last, sequence, head, split, partials});
+                }
             }
         }
     }
@@ -272,9 +269,9 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
     const int64_t end_block = std::min(first_block + split_blocks, last_position / block_size + 1);
     const int64_t stride = tile_blocks * layout_.keys;
     const int32_t* table = step.block_tables + task.sequence * step.table_width;
-    const auto* pool = static_cast<const unsigned char*>(sizes_.kv) + layer * sizes_.num_blocks * layout_.block_bytes;
+    const auto* pool = static_cast<const unsigned char*>(sizes_.kv);
     const auto head_of = [&](int64_t block) {
-        return reinterpret_cast<const Element*>(pool + table[block] * layout_.block_bytes) +
+        return reinterpret_cast<const Element*>(pool + (table[block] * sizes_.num_layers + layer) * layout_.block_bytes) +
                task.kv_head * layout_.head_elements;
     };
     // Short floats are widened once for all rows, where there are more than are computed at a time.

@@ -11,7 +11,7 @@
 
 namespace tokenmill {
 
-// The pool holds, for each layer and block, head by head: K as [head_dim][block size, rounded up to 8], so that scores of
+// The pool holds, for each block and layer, head by head: K as [head_dim][block size, rounded up to 8], so that scores of
 // 8 keys are computed at once, then V as [block size][head_dim, rounded up to 8].
 struct KvLayout {
     explicit KvLayout(const TmAttention& sizes);

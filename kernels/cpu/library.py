@@ -92,7 +92,7 @@ class AttentionSizes(Structure):
         ("num_kv_heads", c_int32),
         ("head_dim", c_int32),
         ("block_size", c_int32),
-        ("num_blocks", c_int64),
+        ("num_layers", c_int64),
         ("kv_type", c_int32),
         ("unused", c_int32),
         ("cos", c_void_p),

@@ -344,9 +344,11 @@ const Kernels* float_kernels() {
 
 const Kernels* int8_kernels() {
     static constexpr Kernels table[] = {
-        {6, 1, multiply_int8<6, 1>, multiply_int8<6, 1>}, {4, 1, multiply_int8<4, 1>, multiply_int8<4, 1>},
-        {3, 1, multiply_int8<3, 1>, multiply_int8<3, 1>}, {2, 2, multiply_int8<2, 2>, multiply_int8<2, 1>},
+        {4, 2, multiply_int8<4, 2>, multiply_int8<4, 1>},
+        {3, 2, multiply_int8<3, 2>, multiply_int8<3, 1>},
+        {2, 2, multiply_int8<2, 2>, multiply_int8<2, 1>},
         {1, 4, multiply_int8<1, 4>, multiply_int8<1, 1>},
+        {1, 2, multiply_int8<1, 2>, multiply_int8<1, 1>},
     };
     return table;
 }
@@ -357,6 +359,7 @@ const Kernels* int4_kernels() {
         {3, 2, multiply_int4<3, 2>, multiply_int4<3, 1>},
         {2, 2, multiply_int4<2, 2>, multiply_int4<2, 1>},
         {1, 4, multiply_int4<1, 4>, multiply_int4<1, 1>},
+        {1, 2, multiply_int4<1, 2>, multiply_int4<1, 1>},
     };
     return table;
 }
@@ -388,6 +391,7 @@ void multiply_tile(const Weight& weight, const Buffer& x, int64_t row0, int rows
             const Kernels* fit = all;
             while (fit->rows > rows - r) fit++;
             if (r == 0) step = left >= fit->panels ? fit->panels : 1;
+            else if (fit->rows == 1 && fit->panels != step && fit->panels > 2) fit++;
             const Rows some{x, row0 + r, groups};
             float* out = tile + static_cast<int64_t>(r) * stride + (panel - first) * width;
             if (step == fit->panels) {

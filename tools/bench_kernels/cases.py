@@ -198,9 +198,10 @@ class Attention:
         num_blocks = self.sequences * width
         cos = torch.ones(context, HEAD_DIM // 2)
         sin = torch.zeros_like(cos)
-        sizes = AttentionSizes(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, num_blocks, self.kv_type)
+        sizes = AttentionSizes(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, kv_type=self.kv_type)
         layer_bytes = num_blocks * kv_block_bytes(place.library, sizes)
         layers = max(1, min(place.working_set, _MOST_KV_BYTES) // layer_bytes)
+        sizes.num_layers = layers
         pool = _filled_pool(layers * layer_bytes, self.kv_type)
         sizes.cos, sizes.sin, sizes.kv = cos.data_ptr(), sin.data_ptr(), pool.ctypes.data
         q_width = HEADS * HEAD_DIM

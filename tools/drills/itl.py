@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import random
 import statistics
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -38,6 +39,15 @@ async def run(options: Namespace) -> None:
         )
 
 
+def _opening(index: int) -> str:
+    """The beginning of a text in plain letters: each token of what follows is text at once.
+
+    Of random tokens follow random bytes, and a byte that is not a whole character yet is held back.
+    """
+    name = ("Ada", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry")[index % 8]
+    return f"{name}, who was {20 + index} years old, lived in a small house by the sea. Every morning"
+
+
 async def _measure(
     session: aiohttp.ClientSession, url: str, options: Namespace, name: str
 ) -> tuple[list[float], list[float], list[float]]:
@@ -46,12 +56,13 @@ async def _measure(
     quiet: list[float] = []
     gaps: list[float] = []
     ttfts: list[float] = []
+    together = 0
     with Progress(name, options.repeats) as progress:
         for _ in range(options.repeats):
             replies = [Reply(0.0) for _ in range(options.streams)]
             tasks = [
-                asyncio.create_task(complete(session, url, [rng.randrange(100, 40000) for _ in range(20)], 4000, reply))
-                for reply in replies
+                asyncio.create_task(complete(session, url, _opening(index), 4000, reply))
+                for index, reply in enumerate(replies)
             ]
             while not all(len(reply.times) >= 12 for reply in replies):
                 if any(task.done() for task in tasks):
@@ -63,6 +74,7 @@ async def _measure(
             if not long.finished:
                 raise SystemExit(f"the long prompt failed: {long.status} {long.error}")
             await asyncio.sleep(0.3)  # the tokens of the step that ended it
+            together += sum(before == after for reply in replies for before, after in itertools.pairwise(reply.times))
             gaps.append(max(_longest_gap(reply.times, long.sent, long.times[0]) for reply in replies))
             ttfts.append(long.ttft)
             for task in tasks:
@@ -71,6 +83,8 @@ async def _measure(
                     await task
             await asyncio.sleep(0.5)
             progress.step()
+    if together:
+        print(f"  {name}: {together} tokens came together with another, which lengthens gaps", file=sys.stderr)
     return quiet, gaps, ttfts
 
 

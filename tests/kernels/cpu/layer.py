@@ -144,7 +144,7 @@ class Layer:
 
     def _new_engine(self) -> Engine:
         shapes = self.shapes
-        sizes = AttentionSizes(shapes.heads, shapes.kv_heads, shapes.head_dim, shapes.block_size, self._num_blocks)
+        sizes = AttentionSizes(shapes.heads, shapes.kv_heads, shapes.head_dim, shapes.block_size, 1)
         sizes.kv_type = shapes.kv_type
         sizes.cos, sizes.sin = self._cos.data_ptr(), self._sin.data_ptr()
         num_bytes = self._num_blocks * kv_block_bytes(self._library, sizes)

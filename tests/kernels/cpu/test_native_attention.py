@@ -216,10 +216,10 @@ def test_attention_over_pages(shapes: Shapes, threads: int) -> None:
     expected, largest = sequences.expected(parts)
     # Scores of some tens are rounded to some 1e-6, and weights with them.
     assert (actual - expected).abs().max() <= 1e-5 * largest
-    assert (recorded.kv.pool[1 - LAYER] == 255).all(), "another layer was written to"
+    assert (recorded.kv.pool[:, 1 - LAYER] == 255).all(), "another layer was written to"
     unused = sorted(set(range(sequences.num_blocks)) - set(sequences.tables.flatten().tolist()))
     assert len(unused) == 2
-    assert (recorded.kv.pool[LAYER, unused] == 255).all(), "blocks of nobody were written to"
+    assert (recorded.kv.pool[unused, LAYER] == 255).all(), "blocks of nobody were written to"
 
 
 @EXAMPLES

@@ -68,7 +68,7 @@ def test_the_kv_cache_has_a_number_type_of_its_own_with_compiled_kernels() -> No
 def test_plain_torch_keeps_keys_and_values_in_the_dtype_it_computes_in() -> None:
     resolved = settle("--dtype", "bfloat16", "--kernels", "torch")
     assert resolved.config.model.kv_dtype == "bfloat16"
-    with pytest.raises(ConfigError, match="--kv-dtype float16: plain torch operations .* bfloat16; another one needs"):
+    with pytest.raises(ConfigError, match=r"--kv-dtype float16: plain torch operations .* bfloat16; another one needs"):
         settle("--dtype", "bfloat16", "--kernels", "torch", "--kv-dtype", "float16")
 
 

@@ -35,7 +35,7 @@ class Pools:
         self.kv = backend.allocate_kv(2, NUM_BLOCKS, 4, num_kv_heads=3, head_dim=6)
         # [layers, blocks, ...], views of the pools' bytes
         if kernels == "native":
-            self.parts = [torch.from_numpy(self.kv.pool)]
+            self.parts = [torch.from_numpy(self.kv.pool).transpose(0, 1)]
         else:
             self.parts = [pool.view(torch.uint8).transpose(1, 2) for pool in (self.kv.k, self.kv.v)]
         noise = torch.Generator().manual_seed(1)
