@@ -24,15 +24,24 @@ constexpr float kNothing = -1e30f;   // largest score where no key is seen: fini
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// scores[r][0..keys) = q[r] . K, for one block; K is [dim][keys].
+// Few rows wait for memory rather than for arithmetic. Blocks lie scattered, so that the hardware guesses wrong: they ask
+// for the block a tile ahead, piece by piece as they go, since many requests at once are in the way of each other.
+template <int R>
+inline void ask(const void* p) {
+    if constexpr (R <= 3) prefetch(p, 1);
+}
+
+// scores[r][0..keys) = q[r] . K, for one block; K is [dim][keys]. `ahead`: elements from K to what is read a tile later.
 template <int R, int V, class Element>
-void score_vectors(const float* const* q, const Element* k, int64_t dim, int64_t keys, float* scores, int64_t stride) {
+void score_vectors(const float* const* q, const Element* k, int64_t ahead, int64_t dim, int64_t keys, float* scores,
+                   int64_t stride) {
     F8 sums[R][V];
     for (auto& row : sums) {
         for (auto& sum : row) sum = zero8();
     }
     for (int64_t d = 0; d < dim; d++) {
         F8 key[V];
+        ask<R>(k + d * keys + ahead);
         for (int v = 0; v < V; v++) key[v] = load8(k + d * keys + 8 * v);
         for (int r = 0; r < R; r++) {
             const F8 value = set8(q[r][d]);
@@ -45,19 +54,20 @@ void score_vectors(const float* const* q, const Element* k, int64_t dim, int64_t
 }
 
 template <int R, class Element>
-void score_rows(const float* const* q, const Element* k, int64_t dim, int64_t keys, float* scores, int64_t stride) {
+void score_rows(const float* const* q, const Element* k, int64_t ahead, int64_t dim, int64_t keys, float* scores,
+                int64_t stride) {
     int64_t v = 0;
-    for (; v + 16 <= keys; v += 16) score_vectors<R, 2>(q, k + v, dim, keys, scores + v, stride);
-    if (v < keys) score_vectors<R, 1>(q, k + v, dim, keys, scores + v, stride);
+    for (; v + 16 <= keys; v += 16) score_vectors<R, 2>(q, k + v, ahead, dim, keys, scores + v, stride);
+    if (v < keys) score_vectors<R, 1>(q, k + v, ahead, dim, keys, scores + v, stride);
 }
 
 template <class Element>
-void score_block(const float* const* q, int rows, const Element* k, int64_t dim, int64_t keys, float* scores,
-                 int64_t stride) {
+void score_block(const float* const* q, int rows, const Element* k, int64_t ahead, int64_t dim, int64_t keys,
+                 float* scores, int64_t stride) {
     int r = 0;
-    for (; r + 6 <= rows; r += 6) score_rows<6>(q + r, k, dim, keys, scores + r * stride, stride);
-    for (; r + 3 <= rows; r += 3) score_rows<3>(q + r, k, dim, keys, scores + r * stride, stride);
-    for (; r < rows; r++) score_rows<1>(q + r, k, dim, keys, scores + r * stride, stride);
+    for (; r + 6 <= rows; r += 6) score_rows<6>(q + r, k, ahead, dim, keys, scores + r * stride, stride);
+    for (; r + 3 <= rows; r += 3) score_rows<3>(q + r, k, ahead, dim, keys, scores + r * stride, stride);
+    for (; r < rows; r++) score_rows<1>(q + r, k, ahead, dim, keys, scores + r * stride, stride);
 }
 
 // The values of a tile: those of each block are [count][width], in the pool.
@@ -69,6 +79,7 @@ struct Values {
     int64_t keys;       // weights of a block
     int64_t block_size;
     int64_t last;       // values of the last block
+    int64_t ahead[kTile];  // elements from a block to what is read a tile later
 
     int64_t count(int64_t block) const { return block + 1 < num_blocks ? block_size : last; }
 };
@@ -84,7 +95,9 @@ void weigh_vectors(const float* weights, int64_t stride, const Values<Element>& 
     for (int64_t block = 0; block < values.num_blocks; block++) {
         const Element* from = values.blocks[block] + column;
         const float* weight = weights + block * values.keys;
+        const int64_t ahead = values.ahead[block];
         for (int64_t key = 0; key < values.count(block); key++) {
+            ask<R>(from + key * values.width + ahead);
             F8 value[V];
             for (int v = 0; v < V; v++) value[v] = load8(from + key * values.width + 8 * v);
             for (int r = 0; r < R; r++) {
@@ -201,7 +214,7 @@ void Attention::rope_and_write(Pool& pool, const TmStep& step, const Buffer& qkv
 }
 
 void Attention::reserve(int threads) {
-    const int64_t most_rows = tokens_at_once() * (sizes_.num_heads / sizes_.num_kv_heads);
+    const int64_t most_rows = tokens_at_once() * group();
     const int64_t tile_keys = std::max<int64_t>(1, kTile / sizes_.block_size) * layout_.keys;
     scratch_.resize(static_cast<size_t>(threads));
     for (Scratch& scratch : scratch_) {
@@ -221,7 +234,7 @@ void Attention::plan(const TmStep& step, int threads) {
 
     const int64_t blocks = std::max<int64_t>(1, kSplit / sizes_.block_size);
     const int64_t split_keys = blocks * sizes_.block_size;
-    const int64_t group = sizes_.num_heads / sizes_.num_kv_heads;
+    const int group = this->group();
     tasks_.clear();
     folds_.clear();
     int64_t partials = 0;
@@ -281,13 +294,19 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
         for (int64_t i = 0; i < elements; i += 8) store8(to + i, load8(from + i));
         return to;
     };
+    const auto ahead_of = [&](int64_t block) -> int64_t {
+        return block + tile_blocks < end_block ? head_of(block + tile_blocks) - head_of(block) : 0;
+    };
     for (int r = 0; r < rows; r++) reset(states + r * state_width(), width);
     for (int64_t tile = first_block; tile < end_block; tile += tile_blocks) {
         const int64_t tile_end = std::min(tile + tile_blocks, end_block);
         for (int64_t block = tile; block < tile_end; block++) {
             float* to = scratch.scores.data() + (block - tile) * layout_.keys;
-            if (widened) score_block(queries, rows, widen(head_of(block), 0, dim * layout_.keys), dim, layout_.keys, to, stride);
-            else score_block(queries, rows, head_of(block), dim, layout_.keys, to, stride);
+            if (widened) {
+                score_block(queries, rows, widen(head_of(block), 0, dim * layout_.keys), 0, dim, layout_.keys, to, stride);
+            } else {
+                score_block(queries, rows, head_of(block), ahead_of(block), dim, layout_.keys, to, stride);
+            }
         }
         const int64_t count = (tile_end - tile) * layout_.keys;
         for (int r = 0; r < rows; r++) {
@@ -324,8 +343,11 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
             using Pointer = decltype(values_of(int64_t{0}));
             Pointer blocks[kTile];
             for (int64_t i = 0; i < tile_end - tile; i++) blocks[i] = values_of(i);
-            const Values<std::remove_const_t<std::remove_pointer_t<Pointer>>> values{
-                blocks, tile_end - tile, width, layout_.keys, block_size, last};
+            Values<std::remove_const_t<std::remove_pointer_t<Pointer>>> values{
+                blocks, tile_end - tile, width, layout_.keys, block_size, last, {}};
+            if (!widened) {
+                for (int64_t i = 0; i < tile_end - tile; i++) values.ahead[i] = ahead_of(tile + i);
+            }
             weigh_tile(scratch.scores.data(), stride, rows, values, states, state_width());
         };
         const auto in_pool = [&](int64_t i) { return head_of(tile + i) + dim * layout_.keys; };
@@ -337,7 +359,7 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
 template <class Element>
 void Attention::attend_task(const TmStep& step, const Buffer& q, const Buffer& out, int layer, const Task& task,
                             Scratch& scratch) {
-    const int group = sizes_.num_heads / sizes_.num_kv_heads;
+    const int group = this->group();
     const int64_t width = layout_.value_width, blocks = std::max<int64_t>(1, kSplit / sizes_.block_size);
     const float** queries = scratch.queries.data();
     int64_t* positions = scratch.positions.data();
@@ -384,7 +406,7 @@ void Attention::attend(Pool& pool, const TmStep& step, const Buffer& q, const Bu
             attend_task<decltype(element)>(step, q, out, layer, task, scratch_[thread]);
         });
     });
-    const int group = sizes_.num_heads / sizes_.num_kv_heads;
+    const int group = this->group();
     pool.run(static_cast<int64_t>(folds_.size()), [&](int64_t index, int) {
         const Fold& fold = folds_[index];
         for (int h = 0; h < group; h++) {

@@ -70,7 +70,9 @@ class Attention {
     // Memory for the threads: before they start, as one that fails can't say so.
     void reserve(int threads);
     // A few rows at a time keeps scores and states in the cache; any number gives the same result.
-    int64_t tokens_at_once() const { return std::max<int64_t>(1, 48 / (sizes_.num_heads / sizes_.num_kv_heads)); }
+    int64_t tokens_at_once() const { return std::max<int64_t>(1, 48 / group()); }
+    // Query heads of a KV head; 1 where a recording has no attention.
+    int group() const { return std::max(1, sizes_.num_heads / sizes_.num_kv_heads); }
     void finish(const Buffer& out, int64_t token, int head, const float* state) const;
     int64_t state_width() const { return layout_.value_width + 2; }
 

@@ -214,6 +214,10 @@ class Engine {
         const Buffer& in = buffers_[static_cast<size_t>(op.in)];
         const int64_t out_width = weight.n;
         over_tiles(rows, weight.n, [&](int64_t row0, int count, int64_t col0, int cols) {
+            if (!weight.bias && cols == kTileColumns) {
+                multiply_tile(weight, in, row0, count, col0, cols, out + row0 * out_width + col0, out_width);
+                return;
+            }
             alignas(64) float tile[kTileRows * kTileColumns];
             multiply_tile(weight, in, row0, count, col0, cols, tile, kTileColumns);
             for (int r = 0; r < count; r++) {

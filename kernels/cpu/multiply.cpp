@@ -52,7 +52,7 @@ struct Bfloat16Panel {
 };
 
 template <class Panel, int R, int P>
-void multiply_float(const Weight& weight, const Rows& rows, int64_t panel, float* out, int stride) {
+void multiply_float(const Weight& weight, const Rows& rows, int64_t panel, float* out, int64_t stride) {
     const typename Panel::Element* w[P];
     for (int p = 0; p < P; p++) w[p] = reinterpret_cast<const typename Panel::Element*>(weight.panel(panel + p));
     const float* x[R];
@@ -113,7 +113,7 @@ inline __m256i add_products(__m256i sums, __m256i a, __m256i b) {
 
 // Sums of a group fit 32 bits: 32 * 128 * 32767 is 1.3e8.
 template <int R, int P>
-void multiply_int8(const Weight& weight, const Rows& rows, int64_t panel, float* out, int stride) {
+void multiply_int8(const Weight& weight, const Rows& rows, int64_t panel, float* out, int64_t stride) {
     const Int8Group* w[P];
     for (int p = 0; p < P; p++) w[p] = reinterpret_cast<const Int8Group*>(weight.panel(panel + p));
     const int16_t* codes = rows.codes16();
@@ -159,7 +159,7 @@ void multiply_int8(const Weight& weight, const Rows& rows, int64_t panel, float*
 #else
 
 template <int R, int P>
-void multiply_int8(const Weight& weight, const Rows& rows, int64_t panel, float* out, int stride) {
+void multiply_int8(const Weight& weight, const Rows& rows, int64_t panel, float* out, int64_t stride) {
     constexpr int order[4] = {0, 2, 1, 3};
     for (int p = 0; p < P; p++) {
         const auto* w = reinterpret_cast<const Int8Group*>(weight.panel(panel + p));
@@ -228,7 +228,7 @@ inline F8 int4_column(const Int4Group& group, int inner) {
 }
 
 template <int R, int P>
-void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float* out, int stride) {
+void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float* out, int64_t stride) {
     const Int4Group* w[P];
     for (int p = 0; p < P; p++) w[p] = reinterpret_cast<const Int4Group*>(weight.panel(panel + p));
     const int8_t* codes = rows.codes8();
@@ -288,7 +288,7 @@ inline int int4_code(const Int4Group& group, int c, int input) {
 }
 
 template <int R, int P>
-void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float* out, int stride) {
+void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float* out, int64_t stride) {
     for (int p = 0; p < P; p++) {
         const auto* w = reinterpret_cast<const Int4Group*>(weight.panel(panel + p));
         for (int r = 0; r < R; r++) {
@@ -319,7 +319,7 @@ void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float*
 
 // --- tiles --------------------------------------------------------------------------------------------------------
 
-using Kernel = void (*)(const Weight&, const Rows&, int64_t panel, float* out, int stride);
+using Kernel = void (*)(const Weight&, const Rows&, int64_t panel, float* out, int64_t stride);
 
 // Register tiles for 1, 2, ... rows: `wide` covers `panels` panels at once, `narrow` one.
 struct Kernels {
@@ -377,7 +377,7 @@ const Kernels* kernels_of(Kind kind) {
 }  // namespace
 
 void multiply_tile(const Weight& weight, const Buffer& x, int64_t row0, int rows, int64_t col0, int cols, float* tile,
-                   int stride) {
+                   int64_t stride) {
     const int width = panel_width(weight.kind);
     const int64_t first = col0 / width, last = std::min((col0 + cols + width - 1) / width, weight.panels());
     const int64_t groups = x.width / kGroup;

@@ -142,7 +142,8 @@ inline F8 abs8(F8 a) { return each([&](int i) { return std::fabs(a.v[i]); }); }
 inline F8 round8(F8 a) { return each([&](int i) { return std::nearbyintf(a.v[i]); }); }
 inline F8 power_of_two(F8 n) {
     return each([&](int i) {
-        uint32_t bits = (static_cast<uint32_t>(static_cast<int32_t>(n.v[i])) + 127u) << 23;
+        const float whole = n.v[i] == n.v[i] ? n.v[i] : 0.0f;  // what NaN gives does not matter: it is multiplied by NaN
+        uint32_t bits = (static_cast<uint32_t>(static_cast<int32_t>(whole)) + 127u) << 23;
         float value;
         std::memcpy(&value, &bits, 4);
         return value;

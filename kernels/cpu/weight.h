@@ -96,6 +96,6 @@ inline void quantize_row(const Buffer& out, int64_t row, const float* x) {
 // Quantized weights take the codes of x, float weights its values.
 // Every result is computed by the same operations in the same order whatever `rows` and the tile are.
 void multiply_tile(const Weight& weight, const Buffer& x, int64_t row0, int rows, int64_t col0, int cols, float* tile,
-                   int stride);
+                   int64_t stride);
 
 }  // namespace tokenmill
