@@ -196,9 +196,12 @@ def can_split(arch: ModelArch, tp: int) -> bool:
 
 
 def smallest_tp(config: Config, arch: ModelArch, device_bytes: int) -> int | None:
-    """Fewest ranks, of `device_bytes` each, that hold the model in its dtype and the KV of one longest sequence."""
-    dtype, length = config.model.dtype, config.model.max_model_len or arch.max_position
-    kv_dtype = dtype if config.model.kv_dtype == "auto" else config.model.kv_dtype
+    """Fewest ranks, of `device_bytes` each, that hold the model in its dtype and the KV of one longest sequence.
+
+    Both dtypes of `config.model` are settled.
+    """
+    dtype, kv_dtype = config.model.dtype, config.model.kv_dtype
+    length = config.model.max_model_len or arch.max_position
     step = config.scheduler.max_step_tokens or 512
     for tp in range(1, 65):
         if can_split(arch, tp):

@@ -167,7 +167,7 @@ def _kv_dtype(config: Config, dtype: str, native_kernels: bool, reasons: list[st
         return dtype
     if asked != "auto":
         return asked
-    reasons.append("kv_dtype float16: half of what float32 takes, and as exact as the weights allow")
+    reasons.append("kv_dtype float16: half of what float32 takes, to 3 decimal digits")
     return "float16"
 
 

@@ -142,8 +142,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--kv-dtype",
         choices=("float32", "float16", "bfloat16"),
-        default="float16",
-        help="of the native kernels' KV cache; the server's default, too",
+        default="float32",
+        help="of the native kernels' KV cache; the server's default is float16",
     )
     arguments = parser.parse_args(argv)
     quantized = arguments.quantization == "auto"

@@ -44,7 +44,13 @@ def make_backend(
         except BuildError as error:
             if kernels == "native":
                 raise StartError(f"--kernels native: {error}") from error
-            log.warning("plain torch operations instead of the CPU kernels, many times slower: %s", error)
+            log.warning(
+                "plain torch operations instead of the CPU kernels, many times slower, and keys and values as %s, not "
+                "%s as planned (--kernels torch plans for it): %s",
+                dtype,
+                kv_dtype,
+                error,
+            )
     from gpu_workers.backends.torch_cpu import create
 
     return create(_DTYPES[dtype], threads, deterministic)

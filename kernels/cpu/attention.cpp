@@ -19,6 +19,7 @@ namespace {
 constexpr int64_t kTile = 64;        // key positions; rounded down to whole blocks, at least one
 constexpr int64_t kSplit = 512;      // key positions of a split, likewise
 constexpr int64_t kQueryTokens = 16;  // of a prefill chunk, in one task
+constexpr int64_t kMostPartials = 16 << 20;  // floats for the results of splits
 constexpr float kLog2E = 1.44269504f;  // scores are in powers of two
 constexpr float kNothing = -1e30f;   // largest score where no key is seen: finite, so that differences are not NaN
 
@@ -143,6 +144,7 @@ void reset(float* state, int64_t width) {
 
 // total and part as if their keys had been seen in one softmax, in total.
 void merge(float* total, const float* part, int64_t width) {
+    if (part[width + 1] == 0.0f) return;  // it has seen none
     const float largest = std::max(total[width], part[width]);
     const float keep = exp2_of(total[width] - largest), add = exp2_of(part[width] - largest);
     for (int64_t i = 0; i < width; i += 8) {
@@ -243,7 +245,9 @@ void Attention::plan(const TmStep& step, int threads) {
         const int64_t query_blocks = (end - begin + kQueryTokens - 1) / kQueryTokens;
         const int64_t splits = (step.context_lens[sequence] + split_keys - 1) / split_keys;
         // Where there are few queries, threads share them by parts of the context: all of them meet a key at once.
-        const bool apart = splits > 1 && query_blocks * sizes_.num_kv_heads < 4 * threads;
+        const int64_t results = (end - begin) * sizes_.num_heads * splits;
+        const bool apart = splits > 1 && query_blocks * sizes_.num_kv_heads < 4 * threads &&
+                           (partials + results) * state_width() <= kMostPartials;
         for (int32_t head = 0; head < sizes_.num_kv_heads; head++) {
             for (int64_t first = begin; first < end; first += kQueryTokens) {
                 const int64_t last = std::min(first + kQueryTokens, end);

@@ -197,7 +197,7 @@ class Engine {
         quantize_row(out, row, to);
     }
 
-    // Row blocks outside, column blocks inside: threads share the inputs of a row block.
+    // Row blocks outside, column blocks inside: a thread keeps the inputs of a row block in its cache.
     template <class Body>
     void over_tiles(int64_t rows, int64_t columns, const Body& body) {
         const int64_t column_blocks = (columns + kTileColumns - 1) / kTileColumns;

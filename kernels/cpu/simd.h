@@ -45,7 +45,8 @@ inline void prefetch(const void* start, size_t bytes) {
 uint16_t float_to_half(float x);
 float half_to_float(uint16_t x);
 
-// An IEEE half float; beyond 65504 it is infinite.
+// An IEEE half float. Numbers beyond 65504 are stored as that: an infinite value would make all sums that it has no part
+// in NaN, as 0 times it. NaN stays NaN.
 struct Half {
     uint16_t bits;
 };
@@ -66,7 +67,9 @@ inline F8 load8(const bf16* p) {
 inline F8 load8(const Half* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
 inline void store8(float* p, F8 x) { _mm256_storeu_ps(p, x.v); }
 inline void store8(Half* p, F8 x) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
+    // Both give their second operand where one is NaN.
+    const __m256 held = _mm256_min_ps(_mm256_set1_ps(65504.0f), _mm256_max_ps(_mm256_set1_ps(-65504.0f), x.v));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(held, _MM_FROUND_TO_NEAREST_INT));
 }
 inline F8 operator+(F8 a, F8 b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline F8 operator-(F8 a, F8 b) { return {_mm256_sub_ps(a.v, b.v)}; }
@@ -128,7 +131,10 @@ inline F8 load8(const bf16* p) { return each([&](int i) { return bf16_to_float(p
 inline F8 load8(const Half* p) { return each([&](int i) { return half_to_float(p[i].bits); }); }
 inline void store8(float* p, F8 x) { std::memcpy(p, x.v, sizeof x.v); }
 inline void store8(Half* p, F8 x) {
-    for (int i = 0; i < 8; i++) p[i].bits = float_to_half(x.v[i]);
+    for (int i = 0; i < 8; i++) {
+        const float v = x.v[i];
+        p[i].bits = float_to_half(v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v);
+    }
 }
 inline F8 operator+(F8 a, F8 b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
 inline F8 operator-(F8 a, F8 b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
@@ -142,7 +148,8 @@ inline F8 abs8(F8 a) { return each([&](int i) { return std::fabs(a.v[i]); }); }
 inline F8 round8(F8 a) { return each([&](int i) { return std::nearbyintf(a.v[i]); }); }
 inline F8 power_of_two(F8 n) {
     return each([&](int i) {
-        const float whole = n.v[i] == n.v[i] ? n.v[i] : 0.0f;  // what NaN gives does not matter: it is multiplied by NaN
+        // What is outside does not matter: it comes from NaN, and is multiplied by it.
+        const float whole = n.v[i] >= -127.0f && n.v[i] <= 127.0f ? n.v[i] : 0.0f;
         uint32_t bits = (static_cast<uint32_t>(static_cast<int32_t>(whole)) + 127u) << 23;
         float value;
         std::memcpy(&value, &bits, 4);
@@ -152,17 +159,14 @@ inline F8 power_of_two(F8 n) {
 inline F8 keep_unless_less(F8 x, F8 a, F8 b) { return each([&](int i) { return a.v[i] < b.v[i] ? 0.0f : x.v[i]; }); }
 inline void store_codes(int16_t* p, F8 a, F8 b) {
     constexpr int order[4] = {0, 2, 1, 3};
-    const auto code = [](float x) { return static_cast<int16_t>(x == x ? x : 0.0f); };
+    const auto code = [](float x) { return static_cast<int16_t>(x); };
     for (int i = 0; i < 8; i++) {
         p[i] = code(a.v[i / 4 * 4 + order[i % 4]]);
         p[8 + i] = code(b.v[i / 4 * 4 + order[i % 4]]);
     }
 }
 inline void store_codes(int8_t* p, const F8* parts) {
-    for (int i = 0; i < 32; i++) {
-        const float x = parts[i / 8].v[i % 8];
-        p[i] = static_cast<int8_t>(x == x ? x : 0.0f);
-    }
+    for (int i = 0; i < 32; i++) p[i] = static_cast<int8_t>(parts[i / 8].v[i % 8]);
 }
 inline float sum8(F8 a) {
     const float* v = a.v;

@@ -212,8 +212,12 @@ void quantize_group(const float* x, float largest, float most, F8* codes, float*
         total = total + codes[i];  // whole numbers below 2^24: exact
     }
     const float sum = sum8(total);
-    scales[0] = std::isnan(sum) ? sum : some ? largest / most : 0.0f;  // codes can't say NaN, largest8 may miss it
+    scales[0] = some ? largest / most : 0.0f;
     scales[1] = scales[0] * sum;
+    if (std::isnan(sum)) {  // codes can't say NaN, and beside it largest8 may have missed what is too large for them
+        scales[0] = scales[1] = sum;
+        for (int i = 0; i < 4; i++) codes[i] = zero8();
+    }
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ from tools.simulate.table import render
 
 _EPILOG = """\
 First, small probes measure what the machine can do in this run, with the same threads: read memory, multiply and add
-float32 in registers, and 16-bit integers as the kernels of int4 and int8 weights do. Then each kernel is timed:
+float32 in registers, and 16-bit and 8-bit integers as the kernels of int8 and int4 weights do. Each kernel is timed:
 
 linear, gated, logits / KIND / NxK / ROWS   products with a packed [N, K] weight
 norm / WIDTH / ROWS             sum with the residual and RMSNorm, quantized as for a product

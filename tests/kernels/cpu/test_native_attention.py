@@ -222,6 +222,19 @@ def test_attention_over_pages(shapes: Shapes, threads: int) -> None:
     assert (recorded.kv.pool[unused, LAYER] == 255).all(), "blocks of nobody were written to"
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_float16_cannot_hold_is_held_as_its_largest_number(sign: int) -> None:
+    """An infinite value would be NaN in the results of tokens before it, since 0 times it is."""
+    sequences = Sequences(Shapes((40,), 1, 3, 64, 16, "float16", 0))
+    sequences.qkv[20, -5] = sign * 2.0**20
+    before = sequences.recorded().run(sequences.batch([(0, 0, 20)]))
+    whole = sequences.recorded().run(sequences.batch([(0, 0, 40)])).clone()
+    assert torch.equal(whole[:20], before)
+    sequences.qkv[20, -5] = sign * torch.finfo(torch.float16).max
+    assert torch.equal(sequences.recorded().run(sequences.batch([(0, 0, 40)])), whole)
+    assert whole.isfinite().all()
+
+
 @EXAMPLES
 @given(shapes=shapes())
 def test_queries_are_rotated_and_scaled_by_their_positions(shapes: Shapes) -> None:
