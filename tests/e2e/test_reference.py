@@ -10,7 +10,7 @@ from tests.e2e.server import Server
 from tests.e2e.sse import Answer, post_all
 
 # largest margin at which rounding may choose the other token
-TOLERANCE = {"float32": 0.001, "integers": 0.25, "bfloat16": 0.25}
+TOLERANCE = {"float32": 0.001, "integers": 0.5, "bfloat16": 0.25}
 
 
 @pytest.fixture(scope="session")
@@ -74,14 +74,16 @@ def serve_both_ways(server: Server, rows: list[dict[str, Any]], alone: slice, to
 
 
 def test_all_rows_with_the_integers_of_the_file(server: Server, rows: list[dict[str, Any]]) -> None:
-    """The reference rounded what the integers stand for to bfloat16, which is enough to turn a near tie."""
-    assert serve_both_ways(server, rows, slice(1, None, 4), TOLERANCE["integers"]) >= 30
+    """Activations are int8 there: llama.cpp, with the same, gives 13 of the rows to the last token."""
+    assert serve_both_ways(server, rows, slice(1, None, 4), TOLERANCE["integers"]) >= 20
 
 
 @pytest.mark.slow
 def test_all_rows_one_by_one_in_float32_without_a_cache(model_path: Path, rows: list[dict[str, Any]]) -> None:
     with Server(
-        model_path, "--dtype", "float32", "--quantization", "none", "--served-model-name", "smol", "--no-prefix-cache"
+        model_path,
+        *("--dtype", "float32", "--kv-dtype", "float32", "--quantization", "none"),
+        *("--served-model-name", "smol", "--no-prefix-cache"),
     ) as server:
         assert serve_both_ways(server, rows, slice(None), TOLERANCE["float32"]) == len(rows)
 

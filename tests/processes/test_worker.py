@@ -80,7 +80,7 @@ def run_ranks(model_path: Path, directory: Path, talk: Talk, *, tp: int = 1) -> 
         role="worker",
         index=0,
         config=Config(
-            model=ModelConfig(dtype="float32", quantization="none", max_model_len=256),
+            model=ModelConfig(dtype="float32", kv_dtype="float32", quantization="none", max_model_len=256),
             scheduler=SchedulerConfig(max_seqs=4),
             worker=WorkerConfig(device="cpu", tp=tp, threads=1, deterministic=True),
         ),
