@@ -53,9 +53,8 @@ def test_a_file_that_is_no_model_is_told_without_a_traceback(tmp_path: Path) -> 
 
 
 def test_the_plan_is_printed_and_nothing_is_started(model_path: Path) -> None:
-    done = run(
-        "--model", str(model_path), "--plan", "--max-model-len", "1024", "--kv-memory", "64MiB", "--dtype", "float32"
-    )
+    numbers = "--dtype", "float32", "--kv-dtype", "float32"
+    done = run("--model", str(model_path), "--plan", "--max-model-len", "1024", "--kv-memory", "64MiB", *numbers)
     assert done.returncode == 0, done.stderr
     assert "134.5 M parameters" in done.stdout
     # 64 MiB / (2 x 30 layers x 3 KV heads x 64 x 4 bytes x 16 tokens) = 91 blocks: 1,456 tokens, one sequence of 1,024.
