@@ -188,8 +188,6 @@ void multiply_int8(const Weight& weight, const Rows& rows, int64_t panel, float*
 
 #if TOKENMILL_X86
 
-inline F8 halves8(const uint16_t* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
-
 // A group's sums of products: 16 bits, or 32 bits where one instruction adds up four.
 struct Int4Sums {
     __m256i v = _mm256_setzero_si256();
@@ -224,7 +222,7 @@ inline F8 int4_column(const Int4Group& group, int inner) {
     const int j = inner / 4, shift = inner % 4 * 8 + (j < 4 ? 0 : 4);
     const __m256i codes = _mm256_srl_epi32(load_codes(group.codes[j & 3]), _mm_cvtsi32_si128(shift));
     const F8 whole = {_mm256_cvtepi32_ps(_mm256_and_si256(codes, _mm256_set1_epi32(15)))};
-    return fma(whole, halves8(group.scale), halves8(group.minimum));
+    return fma(whole, load8(group.scale), load8(group.minimum));
 }
 
 template <int R, int P>
@@ -256,8 +254,8 @@ void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float*
         }
         F8 scale[P], minimum[P];
         for (int p = 0; p < P; p++) {
-            scale[p] = halves8(w[p][g].scale);
-            minimum[p] = halves8(w[p][g].minimum);
+            scale[p] = load8(w[p][g].scale);
+            minimum[p] = load8(w[p][g].minimum);
         }
         for (int r = 0; r < R; r++) {
             const float* x = scales + 2 * (r * rows.groups + g);
@@ -299,14 +297,14 @@ void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float*
                     const float* scales = rows.scales8() + 2 * (r * rows.groups + g);
                     int32_t sum = 0;
                     for (int i = 0; i < kGroup; i++) sum += int4_code(w[g], c, i) * x[i];
-                    total = static_cast<float>(sum) * (half_to_float(w[g].scale[c]) * scales[0]) + total;
-                    total = half_to_float(w[g].minimum[c]) * scales[1] + total;
+                    total = static_cast<float>(sum) * (half_to_float(w[g].scale[c].bits) * scales[0]) + total;
+                    total = half_to_float(w[g].minimum[c].bits) * scales[1] + total;
                 }
                 for (int o = 0; o < kOutliers; o++) {
                     const Outlier& outlier = rows.outliers(r)[o];
                     const Int4Group& group = w[outlier.input / kGroup];
                     const auto code = static_cast<float>(int4_code(group, c, outlier.input % kGroup));
-                    const float value = code * half_to_float(group.scale[c]) + half_to_float(group.minimum[c]);
+                    const float value = code * half_to_float(group.scale[c].bits) + half_to_float(group.minimum[c].bits);
                     total = value * outlier.value + total;
                 }
                 out[r * stride + p * 8 + c] = total;

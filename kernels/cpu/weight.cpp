@@ -136,8 +136,8 @@ void Weight::pack_int4(const uint8_t* codes, const float* scales, const float* m
         Int4Group* to = groups_of<Int4Group>(*this, row / 8);
         for (int64_t g = 0; g < groups; g++) {
             const uint8_t* from = codes + row * k + g * kGroup;
-            to[g].scale[c] = float_to_half(scales[row * groups + g]);
-            to[g].minimum[c] = minimums ? float_to_half(minimums[row * groups + g]) : 0;
+            to[g].scale[c] = {float_to_half(scales[row * groups + g])};
+            to[g].minimum[c] = {minimums ? float_to_half(minimums[row * groups + g]) : uint16_t{0}};
             for (int j = 0; j < 4; j++) {
                 for (int i = 0; i < 4; i++) {
                     to[g].codes[j][4 * c + i] = static_cast<uint8_t>(from[4 * j + i] | from[4 * (j + 4) + i] << 4);
@@ -175,7 +175,7 @@ void Weight::read_row(int64_t index, float* out) const {
         case Kind::kInt4: {
             const auto* groups = reinterpret_cast<const Int4Group*>(start);
             for (int64_t g = 0; g < k / kGroup; g++) {
-                const float scale = half_to_float(groups[g].scale[c]), minimum = half_to_float(groups[g].minimum[c]);
+                const float scale = half_to_float(groups[g].scale[c].bits), minimum = half_to_float(groups[g].minimum[c].bits);
                 for (int inner = 0; inner < kGroup; inner++) {
                     const int j = inner / 4;
                     const uint8_t both = groups[g].codes[j % 4][4 * c + inner % 4];

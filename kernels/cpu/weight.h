@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "simd.h"
+
 namespace tokenmill {
 
 enum class Kind : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt4 = 2, kInt8 = 3 };
@@ -17,8 +19,8 @@ inline int panel_width(Kind kind) { return kind == Kind::kFloat32 || kind == Kin
 // One panel of one group of an int4 weight: value = code * scale + minimum, scales as IEEE half floats.
 // codes[j][4 c + i], low four bits: column c, input 4 j + i; high four bits: input 4 (j + 4) + i.
 struct Int4Group {
-    uint16_t scale[8];
-    uint16_t minimum[8];
+    Half scale[8];
+    Half minimum[8];
     uint8_t codes[4][32];
 };
 static_assert(sizeof(Int4Group) == 160);
