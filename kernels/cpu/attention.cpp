@@ -25,86 +25,120 @@ constexpr float kNothing = -1e30f;   // largest score where no key is seen: fini
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// Few rows wait for memory rather than for arithmetic. Blocks lie scattered, so that the hardware guesses wrong: they ask
-// for the block a tile ahead, piece by piece as they go, since many requests at once are in the way of each other.
-template <int R>
-inline void ask(const void* p) {
-    if constexpr (R <= 3) prefetch(p, 1);
+// What an operation reads of a tile. Blocks lie scattered, so that the hardware guesses wrong what comes next: the first
+// rows ask for what is read a tile later, piece by piece as they go, since many requests at once are in each other's way.
+template <class Element>
+struct TileBlocks {
+    const Element* blocks[kTile];
+    int64_t ahead[kTile];  // elements from a block to the one a tile later; 0 where there is none
+    int64_t count;
+};
+
+// sums[r][v] += factor(r) * vector(v); of the two, the fewer are kept in registers.
+template <int R, int V, class Factor, class Vector>
+inline void multiply_add(F8 (&sums)[R][V], const Factor& factor, const Vector& vector) {
+    if constexpr (R < V) {
+        F8 factors[R];
+        for (int r = 0; r < R; r++) factors[r] = factor(r);
+        for (int v = 0; v < V; v++) {
+            const F8 x = vector(v);
+            for (int r = 0; r < R; r++) sums[r][v] = fma(x, factors[r], sums[r][v]);
+        }
+    } else {
+        F8 vectors[V];
+        for (int v = 0; v < V; v++) vectors[v] = vector(v);
+        for (int r = 0; r < R; r++) {
+            const F8 x = factor(r);
+            for (int v = 0; v < V; v++) sums[r][v] = fma(vectors[v], x, sums[r][v]);
+        }
+    }
 }
 
-// scores[r][0..keys) = q[r] . K, for one block; K is [dim][keys]. `ahead`: elements from K to what is read a tile later.
-template <int R, int V, class Element>
-void score_vectors(const float* const* q, const Element* k, int64_t ahead, int64_t dim, int64_t keys, float* scores,
-                   int64_t stride) {
+// scores[r][0..8V) = q[r] . K; vector v holds 8 keys of one block as [dim][keys], ahead[v] as above.
+template <int R, int V, bool First, class Element>
+void score_vectors(const float* const* q, const Element* const* k, const int64_t* ahead, int64_t dim, int64_t keys,
+                   float* scores, int64_t stride) {
     F8 sums[R][V];
     for (auto& row : sums) {
         for (auto& sum : row) sum = zero8();
     }
     for (int64_t d = 0; d < dim; d++) {
-        F8 key[V];
-        ask<R>(k + d * keys + ahead);
-        for (int v = 0; v < V; v++) key[v] = load8(k + d * keys + 8 * v);
-        for (int r = 0; r < R; r++) {
-            const F8 value = set8(q[r][d]);
-            for (int v = 0; v < V; v++) sums[r][v] = fma(key[v], value, sums[r][v]);
-        }
+        // Every other vector: two of a block share their lines.
+        for (int v = 0; First && v < V; v += 2) prefetch(k[v] + d * keys + ahead[v], 1);
+        multiply_add<R, V>(sums, [&](int r) { return set8(q[r][d]); }, [&](int v) { return load8(k[v] + d * keys); });
     }
     for (int r = 0; r < R; r++) {
         for (int v = 0; v < V; v++) store8(scores + r * stride + 8 * v, sums[r][v]);
     }
 }
 
-template <int R, class Element>
-void score_rows(const float* const* q, const Element* k, int64_t ahead, int64_t dim, int64_t keys, float* scores,
-                int64_t stride) {
-    int64_t v = 0;
-    for (; v + 16 <= keys; v += 16) score_vectors<R, 2>(q, k + v, ahead, dim, keys, scores + v, stride);
-    if (v < keys) score_vectors<R, 1>(q, k + v, ahead, dim, keys, scores + v, stride);
+// As many of the rows from `r` on as come in groups of R, with one vector or V at a time; the next row.
+template <int R, int V, class Element>
+int score_rows(const float* const* q, int r, int rows, const Element* const* k, const int64_t* ahead, int vectors,
+               int64_t dim, int64_t keys, float* scores, int64_t stride) {
+    for (; r + R <= rows; r += R) {
+        float* to = scores + r * stride;
+        int v = 0;
+        for (; v + V <= vectors; v += V) {
+            if (r == 0) score_vectors<R, V, true>(q, k + v, ahead + v, dim, keys, to + 8 * v, stride);
+            else score_vectors<R, V, false>(q + r, k + v, ahead + v, dim, keys, to + 8 * v, stride);
+        }
+        for (; v < vectors; v++) score_vectors<R, 1, true>(q + r, k + v, ahead + v, dim, keys, to + 8 * v, stride);
+    }
+    return r;
 }
 
+// Scores of a tile; those of each block follow those of the one before.
 template <class Element>
-void score_block(const float* const* q, int rows, const Element* k, int64_t ahead, int64_t dim, int64_t keys,
-                 float* scores, int64_t stride) {
-    int r = 0;
-    for (; r + 6 <= rows; r += 6) score_rows<6>(q + r, k, ahead, dim, keys, scores + r * stride, stride);
-    for (; r + 3 <= rows; r += 3) score_rows<3>(q + r, k, ahead, dim, keys, scores + r * stride, stride);
-    for (; r < rows; r++) score_rows<1>(q + r, k, ahead, dim, keys, scores + r * stride, stride);
+void score_tile(const float* const* q, int rows, const TileBlocks<Element>& tile, int64_t dim, int64_t keys,
+                float* scores, int64_t stride) {
+    constexpr int kVectors = 4;  // at a time: their keys stay in the first-level cache for all rows
+    const int64_t per_block = keys / 8, vectors = tile.count * per_block;
+    for (int64_t first = 0; first < vectors; first += kVectors) {
+        const int count = static_cast<int>(std::min<int64_t>(kVectors, vectors - first));
+        const Element* k[kVectors];
+        int64_t ahead[kVectors];
+        for (int v = 0; v < count; v++) {
+            const int64_t block = (first + v) / per_block;
+            k[v] = tile.blocks[block] + (first + v) % per_block * 8;
+            ahead[v] = tile.ahead[block];
+        }
+        float* to = scores + 8 * first;
+        int r = score_rows<6, 2>(q, 0, rows, k, ahead, count, dim, keys, to, stride);
+        r = score_rows<3, 4>(q, r, rows, k, ahead, count, dim, keys, to, stride);
+        score_rows<1, 4>(q, r, rows, k, ahead, count, dim, keys, to, stride);
+    }
 }
 
-// The values of a tile: those of each block are [count][width], in the pool.
+// The values of a tile: those of each block are [count][width].
 template <class Element>
 struct Values {
-    const Element* const* blocks;
-    int64_t num_blocks;
+    const TileBlocks<Element>& tile;
+    int64_t offset;  // from a block to its values
     int64_t width;
-    int64_t keys;       // weights of a block
+    int64_t keys;  // weights of a block
     int64_t block_size;
-    int64_t last;       // values of the last block
-    int64_t ahead[kTile];  // elements from a block to what is read a tile later
+    int64_t last;  // values of the last block
 
-    int64_t count(int64_t block) const { return block + 1 < num_blocks ? block_size : last; }
+    int64_t count(int64_t block) const { return block + 1 < tile.count ? block_size : last; }
 };
 
 // out[r] += sum over the tile's keys of weights[r][key] * value[key].
-template <int R, int V, class Element>
+template <int R, int V, bool First, class Element>
 void weigh_vectors(const float* weights, int64_t stride, const Values<Element>& values, int64_t column, float* out,
                    int64_t out_stride) {
     F8 sums[R][V];
     for (int r = 0; r < R; r++) {
         for (int v = 0; v < V; v++) sums[r][v] = load8(out + r * out_stride + column + 8 * v);
     }
-    for (int64_t block = 0; block < values.num_blocks; block++) {
-        const Element* from = values.blocks[block] + column;
+    for (int64_t block = 0; block < values.tile.count; block++) {
+        const Element* from = values.tile.blocks[block] + values.offset + column;
         const float* weight = weights + block * values.keys;
-        const int64_t ahead = values.ahead[block];
-        for (int64_t key = 0; key < values.count(block); key++) {
-            ask<R>(from + key * values.width + ahead);
-            F8 value[V];
-            for (int v = 0; v < V; v++) value[v] = load8(from + key * values.width + 8 * v);
-            for (int r = 0; r < R; r++) {
-                const F8 factor = set8(weight[r * stride + key]);
-                for (int v = 0; v < V; v++) sums[r][v] = fma(value[v], factor, sums[r][v]);
-            }
+        const int64_t ahead = values.tile.ahead[block], count = values.count(block);
+        for (int64_t key = 0; key < count; key++, from += values.width) {
+            if (First) prefetch(from + ahead, 1);
+            multiply_add<R, V>(
+                sums, [&](int r) { return set8(weight[r * stride + key]); }, [&](int v) { return load8(from + 8 * v); });
         }
     }
     for (int r = 0; r < R; r++) {
@@ -112,19 +146,31 @@ void weigh_vectors(const float* weights, int64_t stride, const Values<Element>& 
     }
 }
 
-template <int R, class Element>
-void weigh_rows(const float* weights, int64_t stride, const Values<Element>& values, float* out, int64_t out_stride) {
-    int64_t v = 0;
-    for (; v + 32 <= values.width; v += 32) weigh_vectors<R, 4>(weights, stride, values, v, out, out_stride);
-    for (; v < values.width; v += 8) weigh_vectors<R, 1>(weights, stride, values, v, out, out_stride);
+// As score_rows.
+template <int R, int V, class Element>
+int weigh_rows(const float* weights, int64_t stride, int r, int rows, const Values<Element>& values, float* out,
+               int64_t out_stride) {
+    for (; r + R <= rows; r += R) {
+        const float* weight = weights + r * stride;
+        float* to = out + r * out_stride;
+        int64_t column = 0;
+        for (; column + 8 * V <= values.width; column += 8 * V) {
+            if (r == 0) weigh_vectors<R, V, true>(weight, stride, values, column, to, out_stride);
+            else weigh_vectors<R, V, false>(weight, stride, values, column, to, out_stride);
+        }
+        for (; column < values.width; column += 8) {
+            weigh_vectors<R, 1, false>(weight, stride, values, column, to, out_stride);
+        }
+    }
+    return r;
 }
 
 template <class Element>
 void weigh_tile(const float* weights, int64_t stride, int rows, const Values<Element>& values, float* out,
                 int64_t out_stride) {
-    int r = 0;
-    for (; r + 3 <= rows; r += 3) weigh_rows<3>(weights + r * stride, stride, values, out + r * out_stride, out_stride);
-    for (; r < rows; r++) weigh_rows<1>(weights + r * stride, stride, values, out + r * out_stride, out_stride);
+    int r = weigh_rows<6, 2>(weights, stride, 0, rows, values, out, out_stride);
+    r = weigh_rows<3, 4>(weights, stride, r, rows, values, out, out_stride);
+    weigh_rows<1, 4>(weights, stride, r, rows, values, out, out_stride);
 }
 
 // body(a value of the pool's type)
@@ -221,9 +267,6 @@ void Attention::reserve(int threads) {
     scratch_.resize(static_cast<size_t>(threads));
     for (Scratch& scratch : scratch_) {
         scratch.scores.resize(static_cast<size_t>(std::max(most_rows * tile_keys, 2 * layout_.value_width)));
-        scratch.widened.resize(static_cast<size_t>(
-            std::max(sizes_.head_dim * layout_.keys,
-                     std::max<int64_t>(1, kTile / sizes_.block_size) * sizes_.block_size * layout_.value_width)));
         scratch.values.resize(static_cast<size_t>(most_rows * state_width()));
         scratch.total.resize(static_cast<size_t>(most_rows * state_width()));
         scratch.queries.resize(static_cast<size_t>(most_rows));
@@ -291,27 +334,16 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
         return reinterpret_cast<const Element*>(pool + (table[block] * sizes_.num_layers + layer) * layout_.block_bytes) +
                task.kv_head * layout_.head_elements;
     };
-    // Short floats are widened once for all rows, where there are more than are computed at a time.
-    const bool widened = sizeof(Element) < sizeof(float) && rows > 6;
-    const auto widen = [&](const Element* from, int64_t at, int64_t elements) -> const float* {
-        float* to = scratch.widened.data() + at;
-        for (int64_t i = 0; i < elements; i += 8) store8(to + i, load8(from + i));
-        return to;
-    };
-    const auto ahead_of = [&](int64_t block) -> int64_t {
-        return block + tile_blocks < end_block ? head_of(block + tile_blocks) - head_of(block) : 0;
-    };
     for (int r = 0; r < rows; r++) reset(states + r * state_width(), width);
+    TileBlocks<Element> blocks;
     for (int64_t tile = first_block; tile < end_block; tile += tile_blocks) {
         const int64_t tile_end = std::min(tile + tile_blocks, end_block);
-        for (int64_t block = tile; block < tile_end; block++) {
-            float* to = scratch.scores.data() + (block - tile) * layout_.keys;
-            if (widened) {
-                score_block(queries, rows, widen(head_of(block), 0, dim * layout_.keys), 0, dim, layout_.keys, to, stride);
-            } else {
-                score_block(queries, rows, head_of(block), ahead_of(block), dim, layout_.keys, to, stride);
-            }
+        blocks.count = tile_end - tile;
+        for (int64_t i = 0; i < blocks.count; i++) {
+            blocks.blocks[i] = head_of(tile + i);
+            blocks.ahead[i] = tile + i + tile_blocks < end_block ? head_of(tile + i + tile_blocks) - blocks.blocks[i] : 0;
         }
+        score_tile(queries, rows, blocks, dim, layout_.keys, scratch.scores.data(), stride);
         const int64_t count = (tile_end - tile) * layout_.keys;
         for (int r = 0; r < rows; r++) {
             float* row = scratch.scores.data() + r * stride;
@@ -343,20 +375,8 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
         }
         // Places after the last query may never have been written.
         const int64_t last = std::min(block_size, last_position - (tile_end - 1) * block_size + 1);
-        const auto weigh = [&](const auto& values_of) {
-            using Pointer = decltype(values_of(int64_t{0}));
-            Pointer blocks[kTile];
-            for (int64_t i = 0; i < tile_end - tile; i++) blocks[i] = values_of(i);
-            Values<std::remove_const_t<std::remove_pointer_t<Pointer>>> values{
-                blocks, tile_end - tile, width, layout_.keys, block_size, last, {}};
-            if (!widened) {
-                for (int64_t i = 0; i < tile_end - tile; i++) values.ahead[i] = ahead_of(tile + i);
-            }
-            weigh_tile(scratch.scores.data(), stride, rows, values, states, state_width());
-        };
-        const auto in_pool = [&](int64_t i) { return head_of(tile + i) + dim * layout_.keys; };
-        if (widened) weigh([&](int64_t i) { return widen(in_pool(i), i * block_size * width, block_size * width); });
-        else weigh(in_pool);
+        const Values<Element> values{blocks, dim * layout_.keys, width, layout_.keys, block_size, last};
+        weigh_tile(scratch.scores.data(), stride, rows, values, states, state_width());
     }
 }
 

@@ -53,7 +53,7 @@ class Attention {
         int64_t stride;  // partials from one split to the next
     };
     struct Scratch {
-        std::vector<float> scores, widened, values, total;
+        std::vector<float> scores, values, total;
         std::vector<const float*> queries;
         std::vector<int64_t> positions;
     };
