@@ -251,7 +251,7 @@ void Attention::write(const TmStep& step, const Buffer& qkv, const Buffer& q, in
 }
 
 void Attention::rope_and_write(Pool& pool, const TmStep& step, const Buffer& qkv, const Buffer& q, int layer) {
-    constexpr int64_t kTokens = 8;
+    constexpr int64_t kTokens = 4;
     pool.run((step.tokens + kTokens - 1) / kTokens, [&](int64_t task, int thread) {
         for (int64_t token = task * kTokens; token < std::min((task + 1) * kTokens, step.tokens); token++) {
             with_element(sizes_.kv_type, [&](auto element) {

@@ -197,6 +197,8 @@ struct Int4Sums {
         v = _mm256_dpbusd_epi32(v, codes, x);
 #else
         v = _mm256_add_epi16(v, _mm256_maddubs_epi16(codes, x));
+        // Compilers would add up products first, for which there are no registers left.
+        asm("" : "+x"(v));
 #endif
     }
     F8 whole() const {
@@ -217,12 +219,12 @@ inline void add_four(const __m256i* codes, const int8_t* x, int64_t width, Int4S
     }
 }
 
-// Column values of one input.
-inline F8 int4_column(const Int4Group& group, int inner) {
-    const int j = inner / 4, shift = inner % 4 * 8 + (j < 4 ? 0 : 4);
-    const __m256i codes = _mm256_srl_epi32(load_codes(group.codes[j & 3]), _mm_cvtsi32_si128(shift));
+// Column values of one input, without the minimum of their groups.
+inline F8 int4_column(const Int4Group& group, uint32_t inner) {
+    const uint32_t shift = inner % 4 * 8 + (inner < 16 ? 0 : 4);
+    const __m256i codes = _mm256_srl_epi32(load_codes(group.codes[inner / 4 % 4]), _mm_cvtsi32_si128(static_cast<int>(shift)));
     const F8 whole = {_mm256_cvtepi32_ps(_mm256_and_si256(codes, _mm256_set1_epi32(15)))};
-    return fma(whole, load8(group.scale), load8(group.minimum));
+    return whole * load8(group.scale);
 }
 
 template <int R, int P>
@@ -303,9 +305,8 @@ void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float*
                 for (int o = 0; o < kOutliers; o++) {
                     const Outlier& outlier = rows.outliers(r)[o];
                     const Int4Group& group = w[outlier.input / kGroup];
-                    const auto code = static_cast<float>(int4_code(group, c, outlier.input % kGroup));
-                    const float value = code * half_to_float(group.scale[c].bits) + half_to_float(group.minimum[c].bits);
-                    total = value * outlier.value + total;
+                    const auto code = static_cast<float>(int4_code(group, c, static_cast<int>(outlier.input % kGroup)));
+                    total = code * half_to_float(group.scale[c].bits) * outlier.value + total;
                 }
                 out[r * stride + p * 8 + c] = total;
             }

@@ -63,7 +63,7 @@ struct Weight {
 
 // One value of a row that is left out of its int8 codes.
 struct Outlier {
-    int32_t input;
+    uint32_t input;
     float value;
 };
 
@@ -76,7 +76,7 @@ struct Buffer {
     // For int8 weights: value = code * scale of its group; of every four codes the first, third, second and fourth.
     int16_t* codes16 = nullptr;  // [rows, width]
     float* scales16 = nullptr;   // [rows, width / 32, 2]: of each group its scale, and scale * sum of its codes
-    // For int4 weights: likewise, in order, without the outliers, whose codes are 0.
+    // For int4 weights: likewise, in order, without the outliers: their codes are 0, their values in the sums of groups.
     int8_t* codes8 = nullptr;
     float* scales8 = nullptr;
     Outlier* outliers = nullptr;  // [rows, 4]
