@@ -20,6 +20,7 @@ _FORGET_BIASED = 0.3  # the same, per unit of bias: a model that is always too l
 _ERROR_RATE = 0.05  # of the running means of error and bias
 _BIAS_RATE = 0.1
 _INERTIA = 1e-4  # weight of the previous coefficients, as a share of all steps'
+_MARGIN = 1.5  # typical relative errors that a limit is lowered by: about nine steps in ten then keep it
 _SHORTEST = 1e-6  # seconds; relative errors of shorter steps mean nothing
 
 
@@ -169,8 +170,8 @@ class CostModel:
         """Largest prefill chunk that a step has time for beside `decodes`: 0 to `most` tokens from position `start` on.
 
         `decodes` may have chunks already. 0 when that step misses the limit without any chunk. The limit is lowered by
-        twice the typical relative error; and the step gets at most twice as many prefill tokens as any observed before
-        (or MIN_PREFILL), since beyond that the model only guesses.
+        1.5 times the typical relative error; and the step gets at most twice as many prefill tokens as any observed
+        before (or MIN_PREFILL), since beyond that the model only guesses.
         """
         trusted = max(MIN_PREFILL, 2 * self._largest_prefill) - decodes.prefill_tokens
         return self.affordable_prefill_tokens(limit_seconds, decodes, start, min(most, trusted))
@@ -203,7 +204,7 @@ class CostModel:
         return int(spare / per_row) if per_row * UNLIMITED > spare else UNLIMITED
 
     def _with_margin(self, limit_seconds: float) -> float:
-        return limit_seconds / (1 + 2 * self._error)
+        return limit_seconds / (1 + _MARGIN * self._error)
 
 
 def _solve(matrix: list[list[float]], values: list[float]) -> list[float]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import signal
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
 MODEL_NAME = "drill"
 
@@ -130,19 +130,41 @@ async def complete(
     return reply
 
 
+class _Choice(msgspec.Struct):
+    token_ids: list[int] = []
+    finish_reason: str | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Event(msgspec.Struct):
+    """What a drill looks at: it shares the machine with the server, and must take little of it."""
+
+    choices: list[_Choice] = []
+    error: _Error | None = None
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
 async def _read(response: aiohttp.ClientResponse, reply: Reply) -> None:
-    async for line in response.content:
-        if not line.startswith(b"data: {"):
-            continue
-        event = json.loads(line[6:])
-        if "error" in event:
-            reply.error = event["error"]["message"]
-            return
-        for choice in event["choices"]:
-            ids = choice.get("token_ids") or ()
-            reply.token_ids += ids
-            reply.times += [time.perf_counter()] * len(ids)
-            reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+    rest = b""
+    async for data in response.content.iter_any():
+        *events, rest = (rest + data).split(b"\n\n")
+        now = time.perf_counter()
+        for line in events:
+            if not line.startswith(b"data: {"):
+                continue
+            event = _decode_event(line[6:])
+            if event.error is not None:
+                reply.error = event.error.message
+                return
+            for choice in event.choices:
+                reply.token_ids += choice.token_ids
+                reply.times += [now] * len(choice.token_ids)
+                reply.finish_reason = choice.finish_reason or reply.finish_reason
 
 
 async def metric(session: aiohttp.ClientSession, url: str, name: str) -> float:

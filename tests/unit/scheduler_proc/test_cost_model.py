@@ -172,7 +172,7 @@ class TestWhateverWasObserved:
     ) -> None:
         count = model.affordable_prefill_tokens(limit, decodes, start, most)
         assert 0 <= count <= most
-        margin = limit / (1 + 2 * model.relative_error)
+        margin = limit / (1 + 1.5 * model.relative_error)
         if count:
             assert model.predict(decodes.with_chunk(start, count)) <= margin
         if count < most:
@@ -183,7 +183,7 @@ class TestWhateverWasObserved:
     def test_decode_rows_keep_the_limit_and_are_the_most_that_do(
         self, model: CostModel, limit: float, context: float
     ) -> None:
-        margin = limit / (1 + 2 * model.relative_error)
+        margin = limit / (1 + 1.5 * model.relative_error)
         rows = model.max_decode_rows(limit, context)
         step, _, per_row, per_token, _ = model.coefficients
         if rows:
