@@ -8,11 +8,14 @@ import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import aiohttp
 
 from tools.drills.progress import Progress
 from tools.drills.server import Reply, complete, http, server
+
+_REPEATS_AT_ONCE = 5  # of each arm in turn: a machine that is faster for a while is so for all of them
 
 
 async def run(options: Namespace) -> None:
@@ -20,23 +23,34 @@ async def run(options: Namespace) -> None:
     off = ("--max-step-tokens", str(max(options.prompt_tokens + options.streams, 512)))
     arms: list[tuple[str, Sequence[str]]] = [("chunking off", off), ("defaults", ())]
     arms += [(f"--max-itl-ms {limit:g}", ("--max-itl-ms", f"{limit:g}")) for limit in options.max_itl_ms]
-    base_ttft = 0.0
+    results = {name: _Result([], [], []) for name, _ in arms}
+    for first in range(0, options.repeats, _REPEATS_AT_ONCE):
+        repeats = min(_REPEATS_AT_ONCE, options.repeats - first)
+        for name, flags in arms:
+            async with server(options.model, "--max-seqs", "16", *flags) as url, http() as session:
+                title = f"{name}, {first + 1} to {first + repeats} of {options.repeats}"
+                await _measure(session, url, options, title, random.Random(first), repeats, results[name])
     print(
         f"{options.streams} streams, a prompt of {options.prompt_tokens} tokens, {options.repeats} repeats; "
         "milliseconds"
     )
     print(f"{'':20} {'gap without':>12} {'longest gap':>22} {'TTFT of the prompt':>20}")
     print(f"{'':20} {'median':>12} {'median':>11} {'worst':>10} {'median':>10} {'ratio':>9}")
-    for name, flags in arms:
-        async with server(options.model, "--max-seqs", "16", *flags) as url, http() as session:
-            quiet, gaps, ttfts = await _measure(session, url, options, name)
+    base_ttft = statistics.median(results["chunking off"].ttfts)
+    for name, (quiet, gaps, ttfts) in results.items():
         ttft = statistics.median(ttfts)
-        base_ttft = base_ttft or ttft
         print(
             f"{name:20} {statistics.median(quiet) * 1e3:12.0f} {statistics.median(gaps) * 1e3:11.0f} "
-            f"{max(gaps) * 1e3:10.0f} {ttft * 1e3:10.0f} {ttft / base_ttft:9.2f}",
-            flush=True,
+            f"{max(gaps) * 1e3:10.0f} {ttft * 1e3:10.0f} {ttft / base_ttft:9.2f}"
         )
+
+
+class _Result(NamedTuple):
+    """Seconds: longest gap of each undisturbed stream; longest gap and TTFT of each repeat."""
+
+    quiet: list[float]
+    gaps: list[float]
+    ttfts: list[float]
 
 
 def _opening(index: int) -> str:
@@ -49,16 +63,18 @@ def _opening(index: int) -> str:
 
 
 async def _measure(
-    session: aiohttp.ClientSession, url: str, options: Namespace, name: str
-) -> tuple[list[float], list[float], list[float]]:
-    """Gaps of undisturbed streams, longest gap of each repeat, TTFT of each; seconds."""
-    rng = random.Random(7)
-    quiet: list[float] = []
-    gaps: list[float] = []
-    ttfts: list[float] = []
+    session: aiohttp.ClientSession,
+    url: str,
+    options: Namespace,
+    title: str,
+    rng: random.Random,
+    repeats: int,
+    result: _Result,
+) -> None:
+    """Add `repeats` repeats to `result`."""
     together = 0
-    with Progress(name, options.repeats) as progress:
-        for _ in range(options.repeats):
+    with Progress(title, repeats) as progress:
+        for _ in range(repeats):
             replies = [Reply(0.0) for _ in range(options.streams)]
             tasks = [
                 asyncio.create_task(complete(session, url, _opening(index), 4000, reply))
@@ -68,15 +84,15 @@ async def _measure(
                 if any(task.done() for task in tasks):
                     raise SystemExit(f"a stream ended early: {[reply.error for reply in replies]}")
                 await asyncio.sleep(0.01)
-            quiet += [_longest_gap(reply.times[4:], 0.0, float("inf")) for reply in replies]
+            result.quiet.extend(_longest_gap(reply.times[4:], 0.0, float("inf")) for reply in replies)
             prompt = [rng.randrange(100, 40000) for _ in range(options.prompt_tokens)]
             long = await complete(session, url, prompt, 1)
             if not long.finished:
                 raise SystemExit(f"the long prompt failed: {long.status} {long.error}")
             await asyncio.sleep(0.3)  # the tokens of the step that ended it
             together += sum(before == after for reply in replies for before, after in itertools.pairwise(reply.times))
-            gaps.append(max(_longest_gap(reply.times, long.sent, long.times[0]) for reply in replies))
-            ttfts.append(long.ttft)
+            result.gaps.append(max(_longest_gap(reply.times, long.sent, long.times[0]) for reply in replies))
+            result.ttfts.append(long.ttft)
             for task in tasks:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -84,8 +100,7 @@ async def _measure(
             await asyncio.sleep(0.5)
             progress.step()
     if together:
-        print(f"  {name}: {together} tokens came together with another, which lengthens gaps", file=sys.stderr)
-    return quiet, gaps, ttfts
+        print(f"  {title}: {together} tokens came together with another, which lengthens gaps", file=sys.stderr)
 
 
 def _longest_gap(times: Sequence[float], start: float, end: float) -> float:
