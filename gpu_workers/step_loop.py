@@ -33,7 +33,7 @@ def run_plans(link: BlockingDealer[ToWorker], runner: Runner, stop: threading.Ev
         problem = f"a plan of the scheduler is invalid: {error}"
     except (LinkError, msgspec.DecodeError) as error:
         problem = f"the link to the scheduler can't be trusted: {error}"
-    except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
+    except Exception as error:
         problem = f"a step failed: {type(error).__name__}: {error}"
         log.debug("where the step failed", exc_info=True)
         if plan is not None:

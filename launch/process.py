@@ -45,6 +45,11 @@ class Process:
     def alive(self) -> bool:
         return self.exit_status is None
 
+    @property
+    def pid(self) -> int | None:
+        """None before it was spawned."""
+        return None if self._process is None else self._process.pid
+
     async def spawn(self, module: str, spec_file: Path) -> None:
         """Start it: `module` has the role's `main`, `spec_file` what it needs to know."""
         order_read, self._order_fd = os.pipe()

@@ -30,6 +30,7 @@ _FAIL_SECONDS = 2.0  # for the others to tell their clients, once one process ha
 _LAST_WORDS_SECONDS = 0.3  # of that, what even a second signal leaves them
 _EXIT_SECONDS = 0.5  # for an idle process to end by itself
 _TERM_SECONDS = 1.0  # between TERM and KILL
+_KILL_SECONDS = 5.0  # for the system to end a killed process; one that waits for a broken device may never end
 
 _SHUTTING_DOWN = "the server is shutting down and could not wait for this request to finish"
 
@@ -210,8 +211,12 @@ class Supervisor:
         await self._wait_exits(_TERM_SECONDS, patience)
         for process in alive:
             process.send_signal(signal.SIGKILL)
-        while any(process.alive for process in self._fleet.processes):
-            await self._wait_change(None)
+        await self._wait_exits(_KILL_SECONDS, None)
+        for process in self._fleet.processes:
+            if process.alive:
+                who = f"{process.name} (process {process.pid})"
+                self._failure = f"{who} does not end even when killed, and is left behind"
+                self._display.say(self._failure)
 
     async def _wait_exits(self, seconds: float, patience: int | None) -> None:
         """Wait for all to end; with `patience`, the signals so far, a further signal or the second cuts it short."""

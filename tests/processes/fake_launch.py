@@ -1,4 +1,7 @@
-"""A launcher whose processes are all fakes; settings come from the command line as with `python -m launch`."""
+"""A launcher whose processes are all fakes; settings come from the command line as with `python -m launch`.
+
+FAKE_UNDEAD names a process that no signal reaches, as one that waits in the kernel for a broken device.
+"""
 
 import os
 import sys
@@ -8,6 +11,7 @@ from config.schema import ModelArch
 from config.sources import read_settings
 from launch.fleet import ROLE_MODULES, Engine
 from launch.listen import open_listener
+from launch.process import Process
 from launch.progress import StartDisplay
 from launch.supervisor import Supervisor
 
@@ -24,7 +28,20 @@ ARCH = ModelArch(
 )
 MACHINE = Machine(cores=2, memory_total=8 << 30, memory_available=8 << 30)
 
+
+def _shield(name: str) -> None:
+    send_signal = Process.send_signal
+
+    def send(process: Process, number: int) -> None:
+        if process.name != name:
+            send_signal(process, number)
+
+    Process.send_signal = send  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
+    if "FAKE_UNDEAD" in os.environ:
+        _shield(os.environ["FAKE_UNDEAD"])
     asked = read_settings(["--model", "none", "--port", "0", *sys.argv[1:]], os.environ, "0").config
     resolved = resolve(asked, ARCH, MACHINE)
     engine = Engine(

@@ -49,6 +49,20 @@ def test_a_death_without_restarts_is_told_to_all_others_and_ends_everything(
     assert launcher.output.count("\n") == 1
 
 
+def test_a_process_that_cannot_be_killed_is_named_and_left_behind(
+    launch: Callable[..., Launcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_UNDEAD", "worker 0")
+    launcher = launch(behaviour={"worker-0": "deaf"})
+    launcher.wait_ready()
+    launcher.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "frontend-0 drain" in launcher.events, "the first signal")
+    launcher.process.send_signal(signal.SIGTERM)
+    [pid] = launcher.pids("worker-0")
+    assert launcher.wait_end() == 1  # where it can end after all, it does so with its launcher
+    assert f"worker 0 (process {pid}) does not end even when killed, and is left behind" in launcher.errors
+
+
 @pytest.mark.parametrize("behaviour", ["obey", "loading", "deaf"])
 def test_no_child_outlives_a_killed_launcher(launch: Callable[..., Launcher], behaviour: str) -> None:
     launcher = launch(behaviour={"worker-0": behaviour, "scheduler-0": behaviour})

@@ -4,12 +4,14 @@ import asyncio
 import logging
 import threading
 
+import pytest
+
 from gpu_workers.comm import LocalComm
 from gpu_workers.runner import Runner
 from gpu_workers.step_loop import run_plans
 from ipc.channels import AsyncRouter, BlockingDealer, new_incarnation
 from ipc.codec import Decoder, unpack_ints
-from ipc.messages import FromWorker, StepResult, ToWorker, WorkerReady
+from ipc.messages import FromWorker, StepFailed, StepResult, ToWorker, WorkerReady
 from tests.unit.gpu_workers.plans import HashModel, new_row, plan
 
 
@@ -95,9 +97,10 @@ def test_an_invalid_plan_ends_the_loop_with_one_clear_line(tmp_path, caplog):
     ]
 
 
-def test_a_failing_copy_ends_the_loop(tmp_path, caplog):
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, TypeError, IndexError, NotImplementedError])
+def test_whatever_fails_in_a_step_is_said_and_ends_the_loop(tmp_path, caplog, kind):
     def copy_blocks_out(kv, host_kv, pairs):
-        raise RuntimeError(f"no copy of {pairs.tolist()}")
+        raise kind(f"no copy of {pairs.tolist()}")
 
     async def talk(send, until, stop):
         send(plan(0, [(0, 0, 3, 1)], new=[new_row(0, [1, 2, 3], [4])]))
@@ -110,8 +113,9 @@ def test_a_failing_copy_ends_the_loop(tmp_path, caplog):
     assert status == 1
     assert [message.step for message in received if isinstance(message, StepResult)] == [0]
     assert [record.getMessage() for record in caplog.records if record.name == "gpu_workers.step_loop"] == [
-        "a step failed: RuntimeError: no copy of [[7, 2]]; this rank ends"
+        f"a step failed: {kind.__name__}: no copy of [[7, 2]]; this rank ends"
     ]
+    assert received[-1] == StepFailed(1)
 
 
 def test_an_idle_rank_ends_when_told_to(tmp_path):
