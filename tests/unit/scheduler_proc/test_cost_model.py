@@ -95,7 +95,7 @@ class TestLearning:
         assert worst_error(model, rng) < 0.2
 
     def test_the_end_of_a_long_prompt_does_not_make_the_tokens_of_the_next_look_free(self, seed: int) -> None:
-        # Far into a prompt, tokens and attended pairs cost in proportion to each other: few steps can't tell them apart.
+        # Far into a prompt, tokens and attended pairs grow together: a few steps can't tell their costs apart.
         rng = random.Random(seed)
         model = CostModel()
         teach(model, rng, 300)
