@@ -9,7 +9,7 @@ import msgspec
 from gpu_workers.rows import PlanError
 from gpu_workers.runner import Runner
 from ipc.channels import BlockingDealer, LinkError
-from ipc.messages import StepFailed, ToWorker
+from ipc.messages import StepFailed, StepPlan, StepResult, ToWorker
 
 log = logging.getLogger(__name__)
 
@@ -19,26 +19,38 @@ _SENDING_SECONDS = 0.1  # before the process ends, and with it the thread that s
 
 def run_plans(link: BlockingDealer[ToWorker], runner: Runner, stop: threading.Event) -> int:
     """Carry out plans until `stop` is set (0), or until a plan, the link or the model can't be trusted (1)."""
-    plan = None
     try:
         while not stop.is_set():
             plan = link.recv(_POLL_SECONDS)
             if plan is None:
                 continue
-            result = runner.execute(plan)
+            result = _execute(runner, plan, link)
             if result is not None:
                 link.send(result)
         return 0
+    except _StepError as error:
+        problem = f"a step failed: {error}"
     except PlanError as error:
         problem = f"a plan of the scheduler is invalid: {error}"
     except (LinkError, msgspec.DecodeError) as error:
         problem = f"the link to the scheduler can't be trusted: {error}"
-    except Exception as error:
-        problem = f"a step failed: {type(error).__name__}: {error}"
-        log.debug("where the step failed", exc_info=True)
-        if plan is not None:
-            # Without it, the scheduler could not tell this from a death that the requests have nothing to do with.
-            link.send(StepFailed(plan.step))
-            time.sleep(_SENDING_SECONDS)
     log.error("%s; this rank ends", problem)
     return 1
+
+
+class _StepError(Exception):
+    """The scheduler knows of it."""
+
+
+def _execute(runner: Runner, plan: StepPlan, link: BlockingDealer[ToWorker]) -> StepResult | None:
+    """Whatever goes wrong in the model, the runner or a kernel is a failed step: `_StepError`."""
+    try:
+        return runner.execute(plan)
+    except PlanError:
+        raise
+    except Exception as error:
+        log.debug("where the step failed", exc_info=True)
+        # Without it, the scheduler could not tell this from a death that the requests have nothing to do with.
+        link.send(StepFailed(plan.step))
+        time.sleep(_SENDING_SECONDS)
+        raise _StepError(f"{type(error).__name__}: {error}") from error

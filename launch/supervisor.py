@@ -214,9 +214,9 @@ class Supervisor:
         await self._wait_exits(_KILL_SECONDS, None)
         for process in self._fleet.processes:
             if process.alive:
-                who = f"{process.name} (process {process.pid})"
-                self._failure = f"{who} does not end even when killed, and is left behind"
-                self._display.say(self._failure)
+                left = f"{process.name} (process {process.pid}) does not end even when killed, and is left behind"
+                self._failure = self._failure or left
+                self._display.say(left)
 
     async def _wait_exits(self, seconds: float, patience: int | None) -> None:
         """Wait for all to end; with `patience`, the signals so far, a further signal or the second cuts it short."""

@@ -19,7 +19,7 @@ _FORGET = 0.02  # share of the past that one step makes forgotten: the fit looks
 _FORGET_BIASED = 0.3  # the same, per unit of bias: a model that is always too low (or high) has to learn anew
 _ERROR_RATE = 0.05  # of the running means of error and bias
 _BIAS_RATE = 0.1
-_INERTIA = 1e-3  # weight of the previous coefficients, as a share of all steps'
+_INERTIA = 0.03  # weight of the previous coefficients, as a share of all steps'
 _MARGIN = 1.5  # typical relative errors that a limit is lowered by: about nine steps in ten then keep it
 _SHORTEST = 1e-6  # seconds; relative errors of shorter steps mean nothing
 

@@ -63,8 +63,10 @@ void score_vectors(const float* const* q, const Element* const* k, const int64_t
         for (auto& sum : row) sum = zero8();
     }
     for (int64_t d = 0; d < dim; d++) {
-        // Every other vector: two of a block share their lines.
-        for (int v = 0; First && v < V; v += 2) prefetch(k[v] + d * keys + ahead[v], 1);
+        for (int v = 0; First && v < V; v++) {
+            // Two vectors of a block mostly share a line.
+            if (v == 0 || k[v] != k[v - 1] + 8) prefetch(k[v] + d * keys + ahead[v], 1);
+        }
         multiply_add<R, V>(sums, [&](int r) { return set8(q[r][d]); }, [&](int v) { return load8(k[v] + d * keys); });
     }
     for (int r = 0; r < R; r++) {
@@ -83,7 +85,10 @@ int score_rows(const float* const* q, int r, int rows, const Element* const* k, 
             if (r == 0) score_vectors<R, V, true>(q, k + v, ahead + v, dim, keys, to + 8 * v, stride);
             else score_vectors<R, V, false>(q + r, k + v, ahead + v, dim, keys, to + 8 * v, stride);
         }
-        for (; v < vectors; v++) score_vectors<R, 1, true>(q + r, k + v, ahead + v, dim, keys, to + 8 * v, stride);
+        for (; v < vectors; v++) {
+            if (r == 0) score_vectors<R, 1, true>(q, k + v, ahead + v, dim, keys, to + 8 * v, stride);
+            else score_vectors<R, 1, false>(q + r, k + v, ahead + v, dim, keys, to + 8 * v, stride);
+        }
     }
     return r;
 }
@@ -132,11 +137,12 @@ void weigh_vectors(const float* weights, int64_t stride, const Values<Element>& 
         for (int v = 0; v < V; v++) sums[r][v] = load8(out + r * out_stride + column + 8 * v);
     }
     for (int64_t block = 0; block < values.tile.count; block++) {
-        const Element* from = values.tile.blocks[block] + values.offset + column;
+        const Element* first = values.tile.blocks[block] + values.offset + column;
         const float* weight = weights + block * values.keys;
         const int64_t ahead = values.tile.ahead[block], count = values.count(block);
-        for (int64_t key = 0; key < count; key++, from += values.width) {
-            if (First) prefetch(from + ahead, 1);
+        for (int64_t key = 0; key < count; key++) {
+            const Element* from = first + key * values.width;
+            if (First) prefetch(from + ahead, V * 8 * sizeof(Element));
             multiply_add<R, V>(
                 sums, [&](int r) { return set8(weight[r * stride + key]); }, [&](int v) { return load8(from + 8 * v); });
         }
@@ -159,7 +165,8 @@ int weigh_rows(const float* weights, int64_t stride, int r, int rows, const Valu
             else weigh_vectors<R, V, false>(weight, stride, values, column, to, out_stride);
         }
         for (; column < values.width; column += 8) {
-            weigh_vectors<R, 1, false>(weight, stride, values, column, to, out_stride);
+            if (r == 0) weigh_vectors<R, 1, true>(weight, stride, values, column, to, out_stride);
+            else weigh_vectors<R, 1, false>(weight, stride, values, column, to, out_stride);
         }
     }
     return r;

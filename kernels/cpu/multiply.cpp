@@ -184,7 +184,8 @@ void multiply_int8(const Weight& weight, const Rows& rows, int64_t panel, float*
 //
 // Products of pairs are added up in 16 bits, 32 inputs at a time: 8 * 2 * 15 * 127 is 30,480. That halves the work of
 // 16-bit activations. What it would cost in exactness is mostly due to single large values, which stretch the scale of
-// all the others in their group: the largest of a row are therefore multiplied as float32 instead.
+// all the others in their group: the largest of a row are therefore multiplied as float32 instead. (Only by code and scale:
+// the minimum of a group meets the sum of all its inputs, these included.)
 
 #if TOKENMILL_X86
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.launcher import REPOSITORY, Launcher, is_alive, wait_for
+from tests.processes.launcher import PATIENCE, REPOSITORY, Launcher, is_alive, wait_for
 
 NAMES = ("worker-0", "scheduler-0", "tokenizer-0", "frontend-0")
 
@@ -53,14 +53,14 @@ def test_a_process_that_cannot_be_killed_is_named_and_left_behind(
     launch: Callable[..., Launcher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_UNDEAD", "worker 0")
-    launcher = launch(behaviour={"worker-0": "deaf"})
+    launcher = launch("--drain-timeout", "1", behaviour={"worker-0": "deaf"})
     launcher.wait_ready()
     launcher.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: "frontend-0 drain" in launcher.events, "the first signal")
-    launcher.process.send_signal(signal.SIGTERM)
     [pid] = launcher.pids("worker-0")
-    assert launcher.wait_end() == 1  # where it can end after all, it does so with its launcher
+    assert launcher.process.wait(PATIENCE) == 1  # which one signal alone does not make it
     assert f"worker 0 (process {pid}) does not end even when killed, and is left behind" in launcher.errors
+    wait_for(lambda: not is_alive(pid), "the end of a child whose launcher is gone")
+    launcher.wait_end()
 
 
 @pytest.mark.parametrize("behaviour", ["obey", "loading", "deaf"])

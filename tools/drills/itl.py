@@ -22,26 +22,35 @@ async def run(options: Namespace) -> None:
     """Print the longest gap and the prompt's TTFT with chunking off, and with each of `options.max_itl_ms`."""
     off = ("--max-step-tokens", str(max(options.prompt_tokens + options.streams, 512)))
     arms: list[tuple[str, Sequence[str]]] = [("chunking off", off), ("defaults", ())]
-    arms += [(f"--max-itl-ms {limit:g}", ("--max-itl-ms", f"{limit:g}")) for limit in options.max_itl_ms]
+    arms += [(f"--max-itl-ms {limit:g}", ("--max-itl-ms", f"{limit:g}")) for limit in dict.fromkeys(options.max_itl_ms)]
     results = {name: _Result([], [], []) for name, _ in arms}
-    for first in range(0, options.repeats, _REPEATS_AT_ONCE):
-        repeats = min(_REPEATS_AT_ONCE, options.repeats - first)
-        for name, flags in arms:
-            async with server(options.model, "--max-seqs", "16", *flags) as url, http() as session:
-                title = f"{name}, {first + 1} to {first + repeats} of {options.repeats}"
-                await _measure(session, url, options, title, random.Random(first), repeats, results[name])
+    try:
+        for first in range(0, options.repeats, _REPEATS_AT_ONCE):
+            repeats = min(_REPEATS_AT_ONCE, options.repeats - first)
+            for name, flags in arms:
+                async with server(options.model, "--max-seqs", "16", *flags) as url, http() as session:
+                    title = f"{name}, {first + 1} to {first + repeats} of {options.repeats}"
+                    await _measure(session, url, options, title, random.Random(first), repeats, results[name])
+    finally:
+        _print_table(options, results)
+
+
+def _print_table(options: Namespace, results: "dict[str, _Result]") -> None:
     print(
         f"{options.streams} streams, a prompt of {options.prompt_tokens} tokens, {options.repeats} repeats; "
         "milliseconds"
     )
     print(f"{'':20} {'gap without':>12} {'longest gap':>22} {'TTFT of the prompt':>20}")
     print(f"{'':20} {'median':>12} {'median':>11} {'worst':>10} {'median':>10} {'ratio':>9}")
-    base_ttft = statistics.median(results["chunking off"].ttfts)
+    base_ttft = 0.0
     for name, (quiet, gaps, ttfts) in results.items():
+        if not ttfts:
+            continue  # it was ended before
         ttft = statistics.median(ttfts)
+        base_ttft = base_ttft or ttft
         print(
             f"{name:20} {statistics.median(quiet) * 1e3:12.0f} {statistics.median(gaps) * 1e3:11.0f} "
-            f"{max(gaps) * 1e3:10.0f} {ttft * 1e3:10.0f} {ttft / base_ttft:9.2f}"
+            f"{max(gaps) * 1e3:10.0f} {ttft * 1e3:10.0f} {ttft / base_ttft:9.2f}  ({len(ttfts)} repeats)"
         )
 
 

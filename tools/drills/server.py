@@ -6,7 +6,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,7 +123,7 @@ async def complete(
             if response.status != 200:
                 reply.error = (await response.text())[:300]
             else:
-                await _read(response, reply)
+                await read_events(response.content.iter_any(), reply)
     except (aiohttp.ClientError, ConnectionError) as error:
         reply.error = f"{type(error).__name__}: {error}"
     reply.ended = time.perf_counter()
@@ -149,9 +149,10 @@ class _Event(msgspec.Struct):
 _decode_event = msgspec.json.Decoder(_Event).decode
 
 
-async def _read(response: aiohttp.ClientResponse, reply: Reply) -> None:
+async def read_events(body: AsyncIterable[bytes], reply: Reply) -> None:
+    """Take in server-sent events, however they are cut; the tokens of one piece have come at the same time."""
     rest = b""
-    async for data in response.content.iter_any():
+    async for data in body:
         *events, rest = (rest + data).split(b"\n\n")
         now = time.perf_counter()
         for line in events:

@@ -96,18 +96,18 @@ class TestLearning:
 
     def test_the_end_of_a_long_prompt_does_not_make_the_tokens_of_the_next_look_free(self, seed: int) -> None:
         # Far into a prompt, tokens and attended pairs grow together: a few steps can't tell their costs apart.
-        rng = random.Random(seed)
-        model = CostModel()
-        teach(model, rng, 300)
-        start = 0
-        while start < 8000:
-            decodes, count = decode_step(rng), rng.randrange(6, 13)
-            shape = decodes.with_chunk(start, count)
-            model.observe(shape, true_seconds(shape) * max(0.5, rng.gauss(1, 0.15)))
-            start += count
-        teach(model, rng, 30, shapes=decode_step, noise=0.15)
-        first = decode_step(rng).with_chunk(0, 80)
-        assert model.predict(first) == pytest.approx(true_seconds(first), rel=0.4)
+        for rng in map(random.Random, range(10 * seed, 10 * seed + 10)):
+            model = CostModel()
+            teach(model, rng, 300)
+            start = 0
+            while start < 8000:
+                count = rng.randrange(6, 13)
+                shape = decode_step(rng).with_chunk(start, count)
+                model.observe(shape, true_seconds(shape) * max(0.5, rng.gauss(1, 0.15)))
+                start += count
+            teach(model, rng, 30, shapes=decode_step, noise=0.15)
+            first = decode_step(rng).with_chunk(0, 80)
+            assert model.predict(first) > 0.6 * true_seconds(first)
 
     def test_decoding_alone_makes_no_one_trust_it_and_prefill_is_learned_quickly(self, seed: int) -> None:
         rng = random.Random(seed)

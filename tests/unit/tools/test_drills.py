@@ -6,13 +6,14 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from tools.drills.itl import _longest_gap
 from tools.drills.kv import kv_plan
-from tools.drills.server import Reply, server
+from tools.drills.server import Reply, read_events, server
 from tools.drills.slo import _is_good, read_trace
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -39,6 +40,34 @@ def test_the_longest_gap_is_of_those_that_overlap_the_time_asked_for() -> None:
 def test_a_good_request_met_both_limits_and_finished(reply: Reply, good: bool) -> None:
     options = Namespace(slo_ttft_ms=1000.0, slo_tpot_ms=60.0)
     assert _is_good(0.0, reply, options) is good
+
+
+_EVENTS = (
+    b": keep-alive\n\n"
+    b'data: {"id": "x", "choices": [{"index": 0, "text": "a\\n\\nb", "token_ids": [1], "finish_reason": null}]}\n\n'
+    b'data: {"choices": [{"index": 0, "text": "", "token_ids": [2, 3], "logprobs": null}], "usage": null}\n\n'
+    b'data: {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}\n\n'
+    b'data: {"choices": [], "usage": {"prompt_tokens": 4}}\n\n'
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 10_000])
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        (b"data: [DONE]\n\n", ""),
+        (b'data: {"error": {"message": "the engine is gone", "code": null}}\n\n', "the engine is gone"),
+    ],
+)
+def test_events_are_read_however_they_are_cut(size: int, end: bytes, error: str) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        text = _EVENTS + end
+        for start in range(0, len(text), size):
+            yield text[start : start + size]
+
+    reply = Reply(0.0)
+    asyncio.run(read_events(pieces(), reply))
+    assert (reply.token_ids, len(reply.times), reply.finish_reason, reply.error) == ([1, 2, 3], 3, "length", error)
 
 
 def test_lengths_are_scaled_and_never_empty(tmp_path: Path) -> None:
