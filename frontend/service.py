@@ -16,6 +16,8 @@ from ipc.messages import ModelInfo, Stats
 from .errors import unavailable
 from .metrics import Metrics
 
+_STALE_SECONDS = 10.0  # the scheduler reports several times a second
+
 
 class Service:
     """State of one frontend: loading, serving, recovering, draining or lost."""
@@ -58,6 +60,9 @@ class Service:
         self.model_for_new_request()
         if not self.engine_up.is_set():
             raise unavailable("recovering: a process of the engine died and is being started again", "recovering")
+        if self.stats is not None and self.stats_age() > _STALE_SECONDS:
+            silence = f"the scheduler has reported nothing for {self.stats_age():.0f} s; it hangs, or the machine does"
+            raise unavailable(silence, "engine_unresponsive")
 
     @contextmanager
     def running(self) -> Iterator[None]:

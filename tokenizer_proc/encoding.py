@@ -20,9 +20,10 @@ _THREADS = 2  # so that one very long text does not stand before all others
 class PromptEncoder:
     """Renders and encodes. The tokenizers library releases the GIL, so threads do not stop the loop."""
 
-    def __init__(self, vocabulary: Vocabulary, renderer: TemplateRenderer | None) -> None:
+    def __init__(self, vocabulary: Vocabulary, renderer: TemplateRenderer | None, max_model_len: int) -> None:
         """`renderer` is None when the model has no chat template."""
         self._vocabulary = vocabulary
+        self._max_model_len = max_model_len
         self._renderer = renderer
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="encode")
 
@@ -35,20 +36,29 @@ class PromptEncoder:
         return None
 
     async def encode(self, prompt: Prompt) -> Sequence[int]:
-        """Token ids; `InvalidRequest` when the chat template refuses the messages."""
+        """Token ids; `InvalidRequest` when the chat template refuses the messages, or the text is hopelessly long."""
         if isinstance(prompt, TokenPrompt):
             return unpack_ints(prompt.token_ids)
         if isinstance(prompt, TextPrompt):
-            return await self._encode_text(prompt.text, add_special_tokens=True)
+            return await self._encode_text(prompt.text, "prompt", add_special_tokens=True)
         if self._renderer is None:
             raise InvalidRequest("this model has no chat template: use a plain prompt (/v1/completions)", "messages")
         try:
             text = await self._renderer.render(prompt)
         except TemplateError as error:
             raise InvalidRequest(str(error), "messages") from error
-        return await self._encode_text(text, add_special_tokens=False)
+        return await self._encode_text(text, "messages", add_special_tokens=False)
 
-    async def _encode_text(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+    async def _encode_text(self, text: str, name: str, *, add_special_tokens: bool) -> Sequence[int]:
+        # Encoding megabytes takes seconds, for which others would wait.
+        least = self._vocabulary.least_tokens(text)
+        if least >= self._max_model_len:
+            raise InvalidRequest(
+                f"{name}: the prompt has at least {least} tokens, but prompt and output together may have at most "
+                f"{self._max_model_len}",
+                name,
+                "context_length_exceeded",
+            )
         if len(text) <= _SHORT_CHARS:
             return self._vocabulary.encode(text, add_special_tokens=add_special_tokens)
         loop = asyncio.get_running_loop()

@@ -18,6 +18,8 @@ class Limits(Struct, frozen=True):
     model: ModelInfo
     eos_token_ids: tuple[int, ...]
     pool_tokens: int  # positions in the KV pool
+    max_queue_requests: int
+    max_queue_tokens: int
     stop_on_loop: int = 0  # repeats that end an output, for requests that do not say
 
     @property
@@ -40,10 +42,12 @@ def output_budget(num_prompt: int, message: Generate, limits: Limits) -> int:
         raise InvalidRequest(f"{name}: the prompt has no tokens; at least one is needed", name)
     if num_prompt >= context:
         raise InvalidRequest(
-            f"{name}: the prompt has {num_prompt} tokens, but prompt and output together may have at most {context}",
+            f"{name}: the prompt has {num_prompt} tokens, but prompt and output together may have at most {context}, "
+            "one of them of output",
             name,
             "context_length_exceeded",
         )
+    _check_queue(num_prompt, params.n, limits)
     if params.max_tokens is None:
         budget = max(1, limits.longest - num_prompt)
         if params.min_tokens > budget:
@@ -60,6 +64,21 @@ def output_budget(num_prompt: int, message: Generate, limits: Limits) -> int:
             "context_length_exceeded",
         )
     return params.max_tokens
+
+
+def _check_queue(num_prompt: int, choices: int, limits: Limits) -> None:
+    """Choices wait one by one: more than the queue ever holds would be told to try again for ever."""
+    if choices > limits.max_queue_requests:
+        raise InvalidRequest(
+            f"n is {choices}, but at most {limits.max_queue_requests} choices can wait (--max-queue-requests)", "n"
+        )
+    waiting = num_prompt * (choices - 1)
+    if waiting > limits.max_queue_tokens:
+        raise InvalidRequest(
+            f"n is {choices}: while one choice starts, the others wait with {waiting} prompt tokens together, but at "
+            f"most {limits.max_queue_tokens} can (--max-queue-tokens)",
+            "n",
+        )
 
 
 def submits(request_ids: Sequence[int], prompt: Sequence[int], message: Generate, limits: Limits) -> Iterator[Submit]:

@@ -44,7 +44,7 @@ class Tokenizer:
             self._renderer = TemplateRenderer(
                 vocabulary.chat_template, vocabulary.special_tokens, spec.config.tokenizer.template_timeout
             )
-        self._encoder = PromptEncoder(vocabulary, self._renderer)
+        self._encoder = PromptEncoder(vocabulary, self._renderer, max_model_len)
         model = ModelInfo(
             spec.served_names, max_model_len, spec.arch.vocab_size, int(time.time()), self._renderer is not None
         )
@@ -59,6 +59,8 @@ class Tokenizer:
                 model,
                 spec.arch.eos_token_ids,
                 spec.num_blocks * spec.config.scheduler.block_size,
+                spec.config.scheduler.max_queue_requests,
+                spec.config.scheduler.max_queue_tokens,
                 spec.config.scheduler.stop_on_loop,
             ),
             max_encoding=spec.config.scheduler.max_queue_requests,

@@ -62,10 +62,34 @@ class Vocabulary:
         self._sentencepiece = not self._byte_level and (
             "Metaspace" in steps or ("ByteFallback" in steps and "Replace" in steps)
         )
+        self._longest = self._longest_token()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised. Releases the GIL."""
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the library's methods, only those for batches release it.
+        return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def least_tokens(self, text: str) -> int:
+        """Tokens that `text` has at least, told without encoding it; 0 where that can't be told."""
+        if not self._longest:
+            return 0
+        return (len(text) - sum(map(text.count, self._lost))) // self._longest
+
+    def _longest_token(self) -> int:
+        """Characters of text that a token stands for at most; 0 where more than `_lost` of it may become no token."""
+        vocabulary = self.tokenizer.get_vocab()
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        known = {byte for char, byte in self._alphabet.items() if char in vocabulary}
+        self._lost = [
+            chr(byte) for byte in range(0x80) if byte not in known
+        ]  # some vocabularies lack control characters
+        all_else_stays = (
+            self._byte_level
+            and self.tokenizer.normalizer is None
+            and not any(token.lstrip or token.rstrip for token in added)
+            and known.issuperset(range(0x80, 0xC0))  # of which each longer character has one at least
+        )
+        return max(map(len, vocabulary)) if all_else_stays else 0
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token as it stands inside a text; empty for ids that the vocabulary does not have."""

@@ -1,6 +1,7 @@
 """Requests through the service: what the scheduler is asked, and what clients hear."""
 
 import asyncio
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from ipc.messages import (
     ToScheduler,
     Welcome,
 )
+from ipc.validation import InvalidRequest
 from tests.unit.tokenizer_proc.vocabularies import byte_level_vocabulary
 from tokenizer_proc.encoding import Prompt, PromptEncoder
 from tokenizer_proc.ingress import Limits
@@ -49,7 +51,7 @@ class FakeEncoder(PromptEncoder):
     """Lets a test decide when a chat prompt is encoded, and to what."""
 
     def __init__(self) -> None:
-        super().__init__(VOCABULARY, None)
+        super().__init__(VOCABULARY, None, MODEL.max_model_len)
         self.release = asyncio.Event()
         self.error: Exception | None = None
 
@@ -70,6 +72,8 @@ class Bench:
         encoder: PromptEncoder | None = None,
         pool_tokens: int = 1000,
         model: ModelInfo = MODEL,
+        max_queue_requests: int = 1000,
+        max_queue_tokens: int = 100_000,
         stop_on_loop: int = 0,
     ) -> None:
         self.sent: list[tuple[bytes, ToClient]] = []
@@ -78,8 +82,8 @@ class Bench:
         self.reachable = True
         self.service = Service(
             VOCABULARY,
-            encoder or PromptEncoder(VOCABULARY, None),
-            Limits(model, (EOS,), pool_tokens, stop_on_loop),
+            encoder or PromptEncoder(VOCABULARY, None, model.max_model_len),
+            Limits(model, (EOS,), pool_tokens, max_queue_requests, max_queue_tokens, stop_on_loop),
             max_encoding=2,
             to_client=lambda peer, message: self.sent.append((peer, message)) is None,
             to_scheduler=self._ask,
@@ -552,10 +556,58 @@ def test_prompts_that_wait_for_encoding_are_bounded() -> None:
     asyncio.run(run())
 
 
+def test_a_hopelessly_long_text_is_refused_without_encoding_it() -> None:
+    async def run() -> None:
+        def encode(*_: object, **__: object) -> list[int]:
+            raise AssertionError("it was encoded")
+
+        vocabulary = copy.copy(VOCABULARY)
+        vocabulary.encode = encode  # type: ignore[method-assign]
+        longest = max(len(token) for token in VOCABULARY.tokenizer.get_vocab())
+        assert VOCABULARY.chat_template is not None
+        encoder = PromptEncoder(vocabulary, TemplateRenderer(VOCABULARY.chat_template, {}, 20.0), 500)
+        text = "hello" * (500 * longest // 5 + 1)
+        for prompt, name in ((TextPrompt(text), "prompt"), (ChatPrompt((ChatMessage("user", text),)), "messages")):
+            with pytest.raises(
+                InvalidRequest, match=f"^{name}: the prompt has at least 50[0-9] tokens.* at most 500$"
+            ) as caught:
+                await encoder.encode(prompt)
+            assert (caught.value.param, caught.value.code) == (name, "context_length_exceeded")
+        await encoder.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("limits", "n", "refusal"),
+    [
+        ({"max_queue_requests": 3}, 3, None),
+        ({"max_queue_requests": 3}, 4, "n is 4, but at most 3 choices can wait (--max-queue-requests)"),
+        ({"max_queue_tokens": 2}, 3, None),
+        (
+            {"max_queue_tokens": 2},
+            4,
+            "n is 4: while one choice starts, the others wait with 3 prompt tokens together, but at most 2 can "
+            "(--max-queue-tokens)",
+        ),
+    ],
+)
+def test_choices_that_can_never_wait_together_are_refused_for_good(
+    limits: dict[str, int], n: int, refusal: str | None
+) -> None:
+    bench = Bench(**limits)
+    bench.generate(n=n)
+    if refusal is None:
+        assert len(bench.submits) == n
+    else:
+        assert not bench.submits
+        assert (bench.failure().status, bench.failure().param, bench.failure().message) == (400, "n", refusal)
+
+
 def test_chat_is_rendered_and_long_text_encoded_in_a_thread() -> None:
     async def run() -> None:
         assert VOCABULARY.chat_template is not None
-        encoder = PromptEncoder(VOCABULARY, TemplateRenderer(VOCABULARY.chat_template, {}, 20.0))
+        encoder = PromptEncoder(VOCABULARY, TemplateRenderer(VOCABULARY.chat_template, {}, 20.0), 4000)
         chat = await encoder.encode(CHAT)
         assert VOCABULARY.tokenizer.decode(list(chat), skip_special_tokens=False) == (
             "<|start|>user\nHi<|end|>\n<|start|>assistant\n"

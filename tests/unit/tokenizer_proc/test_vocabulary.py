@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from ipc.control import StartError
@@ -49,6 +52,38 @@ def test_reference_prompts_give_the_reference_ids(smollm: Vocabulary, reference:
         row["id"] for row, ids in zip(reference, asyncio.run(prompts()), strict=True) if ids != row["prompt_ids"]
     ]
     assert different == []
+
+
+@given(
+    st.text(max_size=300)
+    | st.lists(
+        st.sampled_from([" " * 90, "\t", "<|im_start|>", "word", "\r\n\n", "é", "🙂", "\x04\x06" * 50, "\U00041234"]),
+        max_size=30,
+    ).map("".join)
+)
+def test_a_text_has_no_fewer_tokens_than_can_be_told_without_encoding(smollm: Vocabulary, text: str) -> None:
+    assert smollm.least_tokens(text) <= len(smollm.encode(text, add_special_tokens=False))
+
+
+def test_how_many_tokens_a_text_has_at_least_is_told_only_where_none_of_it_gets_lost(smollm: Vocabulary) -> None:
+    assert smollm.least_tokens("word " * 10_000) > 500
+    assert byte_level_vocabulary().least_tokens("word " * 10_000) > 500
+    assert byte_level_vocabulary("qwen2").least_tokens("word " * 10_000) == 0, "composed characters are fewer"
+    assert sentencepiece_vocabulary().least_tokens("word " * 10_000) == 0
+    assert smollm.encode("\x04" * 10_000, add_special_tokens=False) == []
+    assert smollm.least_tokens("\x04" * 10_000) == 0
+    lacking = Vocabulary(tokenizer_of(metadata()))
+    assert lacking.encode("ab" + "é" * 100, add_special_tokens=False) == [2]
+    assert lacking.least_tokens("é" * 100) == 0
+
+
+def test_encoding_lets_other_threads_run(smollm: Vocabulary) -> None:
+    turns = 0
+    encoding = threading.Thread(target=lambda: smollm.encode("word " * 100_000, add_special_tokens=False))
+    encoding.start()
+    while encoding.is_alive():
+        turns += 1
+    assert turns > 1000  # a thread that keeps the lock leaves the others a handful
 
 
 def test_reference_outputs_decode_to_the_reference_text(smollm: Vocabulary, reference: list[dict[str, Any]]) -> None:
