@@ -19,7 +19,8 @@ _FORGET = 0.02  # share of the past that one step makes forgotten: the fit looks
 _FORGET_BIASED = 0.3  # the same, per unit of bias: a model that is always too low (or high) has to learn anew
 _ERROR_RATE = 0.05  # of the running means of error and bias
 _BIAS_RATE = 0.1
-_INERTIA = 0.03  # weight of the previous coefficients, as a share of all steps'
+_INERTIA = (1e-4, 0.03)  # weight of the previous coefficients, as a share of all steps': at first, and in the end
+_INERT_AFTER = 200  # steps with prefill tokens, from which the coefficients come
 _MARGIN = 1.5  # typical relative errors that a limit is lowered by: about nine steps in ten then keep it
 _SHORTEST = 1e-6  # seconds; relative errors of shorter steps mean nothing
 
@@ -148,7 +149,8 @@ class CostModel:
     def _fit(self) -> None:
         """Solve for the coefficients; while one is negative, without the most negative one."""
         active = list(range(5))
-        inertia = _INERTIA * self._normal[0][0]
+        least, most = _INERTIA
+        inertia = max(least, most * min(1.0, self._prefills / _INERT_AFTER)) * self._normal[0][0]
         while True:
             matrix = [[self._normal[row][column] for column in active[: index + 1]] for index, row in enumerate(active)]
             for index in range(len(active)):
