@@ -62,7 +62,18 @@ class Vocabulary:
         self._sentencepiece = not self._byte_level and (
             "Metaspace" in steps or ("ByteFallback" in steps and "Replace" in steps)
         )
-        self._longest = self._longest_token()
+        vocabulary = tokenizer.get_vocab()
+        known = {byte for char, byte in self._alphabet.items() if char in vocabulary}
+        # Some vocabularies lack control characters; of each longer character they have one of these bytes at least.
+        self._lost = [chr(byte) for byte in range(0x80) if byte not in known]
+        all_else_stays = (
+            self._byte_level
+            and tokenizer.normalizer is None
+            and not any(token.lstrip or token.rstrip for token in added.values())
+            and known.issuperset(range(0x80, 0xC0))
+        )
+        # Characters of text that a token stands for at most; 0 where more than `_lost` of it may become no token.
+        self._longest = max(map(len, vocabulary)) if all_else_stays else 0
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised. Releases the GIL."""
@@ -74,22 +85,6 @@ class Vocabulary:
         if not self._longest:
             return 0
         return (len(text) - sum(map(text.count, self._lost))) // self._longest
-
-    def _longest_token(self) -> int:
-        """Characters of text that a token stands for at most; 0 where more than `_lost` of it may become no token."""
-        vocabulary = self.tokenizer.get_vocab()
-        added = self.tokenizer.get_added_tokens_decoder().values()
-        known = {byte for char, byte in self._alphabet.items() if char in vocabulary}
-        self._lost = [
-            chr(byte) for byte in range(0x80) if byte not in known
-        ]  # some vocabularies lack control characters
-        all_else_stays = (
-            self._byte_level
-            and self.tokenizer.normalizer is None
-            and not any(token.lstrip or token.rstrip for token in added)
-            and known.issuperset(range(0x80, 0xC0))  # of which each longer character has one at least
-        )
-        return max(map(len, vocabulary)) if all_else_stays else 0
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token as it stands inside a text; empty for ids that the vocabulary does not have."""

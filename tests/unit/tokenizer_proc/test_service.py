@@ -1,7 +1,6 @@
 """Requests through the service: what the scheduler is asked, and what clients hear."""
 
 import asyncio
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,12 +32,10 @@ from ipc.messages import (
     ToScheduler,
     Welcome,
 )
-from ipc.validation import InvalidRequest
 from tests.unit.tokenizer_proc.vocabularies import byte_level_vocabulary
 from tokenizer_proc.encoding import Prompt, PromptEncoder
 from tokenizer_proc.ingress import Limits
 from tokenizer_proc.service import Service
-from tokenizer_proc.templates import TemplateRenderer
 
 VOCABULARY = byte_level_vocabulary()
 MODEL = ModelInfo(("m",), 64, VOCABULARY.size + 2, 1, True)
@@ -556,28 +553,6 @@ def test_prompts_that_wait_for_encoding_are_bounded() -> None:
     asyncio.run(run())
 
 
-def test_a_hopelessly_long_text_is_refused_without_encoding_it() -> None:
-    async def run() -> None:
-        def encode(*_: object, **__: object) -> list[int]:
-            raise AssertionError("it was encoded")
-
-        vocabulary = copy.copy(VOCABULARY)
-        vocabulary.encode = encode  # type: ignore[method-assign]
-        longest = max(len(token) for token in VOCABULARY.tokenizer.get_vocab())
-        assert VOCABULARY.chat_template is not None
-        encoder = PromptEncoder(vocabulary, TemplateRenderer(VOCABULARY.chat_template, {}, 20.0), 500)
-        text = "hello" * (500 * longest // 5 + 1)
-        for prompt, name in ((TextPrompt(text), "prompt"), (ChatPrompt((ChatMessage("user", text),)), "messages")):
-            with pytest.raises(
-                InvalidRequest, match=f"^{name}: the prompt has at least 50[0-9] tokens.* at most 500$"
-            ) as caught:
-                await encoder.encode(prompt)
-            assert (caught.value.param, caught.value.code) == (name, "context_length_exceeded")
-        await encoder.close()
-
-    asyncio.run(run())
-
-
 @pytest.mark.parametrize(
     ("limits", "n", "refusal"),
     [
@@ -602,22 +577,6 @@ def test_choices_that_can_never_wait_together_are_refused_for_good(
     else:
         assert not bench.submits
         assert (bench.failure().status, bench.failure().param, bench.failure().message) == (400, "n", refusal)
-
-
-def test_chat_is_rendered_and_long_text_encoded_in_a_thread() -> None:
-    async def run() -> None:
-        assert VOCABULARY.chat_template is not None
-        encoder = PromptEncoder(VOCABULARY, TemplateRenderer(VOCABULARY.chat_template, {}, 20.0), 4000)
-        chat = await encoder.encode(CHAT)
-        assert VOCABULARY.tokenizer.decode(list(chat), skip_special_tokens=False) == (
-            "<|start|>user\nHi<|end|>\n<|start|>assistant\n"
-        )
-        long = TextPrompt("hello" * 1000)
-        assert encoder.encode_now(long) is None
-        assert list(await encoder.encode(long)) == [HELLO] * 1000
-        await encoder.close()
-
-    asyncio.run(run())
 
 
 def test_no_chat_template_is_a_400_that_says_so() -> None:
