@@ -2,29 +2,13 @@
 
 import argparse
 import asyncio
-import math
 import signal
 import sys
 
+from tools.arguments import count, positive
 from tools.drills import itl, shortage, slo, soak
 
 _DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, not {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
-    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -36,35 +20,35 @@ def _parser() -> argparse.ArgumentParser:
     drills = parser.add_subparsers(dest="drill", required=True, metavar="DRILL")
 
     part = drills.add_parser("itl", help="streams that decode while a long prompt arrives")
-    part.add_argument("--prompt-tokens", type=_whole, default=4000, help="length of the long prompt (default 4000)")
-    part.add_argument("--streams", type=_whole, default=8, help="default 8")
-    part.add_argument("--repeats", type=_whole, default=20, help="default 20")
-    part.add_argument("--max-itl-ms", type=_positive, nargs="*", default=[60.0], help="limits to try (default 60)")
+    part.add_argument("--prompt-tokens", type=count, default=4000, help="length of the long prompt (default 4000)")
+    part.add_argument("--streams", type=count, default=8, help="default 8")
+    part.add_argument("--repeats", type=count, default=20, help="default 20")
+    part.add_argument("--max-itl-ms", type=positive, nargs="*", default=[60.0], help="limits to try (default 60)")
     part.set_defaults(run=itl.run)
 
     part = drills.add_parser("slo", help="three times the load that can be served in time")
     part.add_argument("--trace", required=True, help="an Azure trace: timestamp, input_length, output_length")
-    part.add_argument("--length-scale", type=_positive, default=1 / 32, help="factor on all lengths (default 1/32)")
-    part.add_argument("--requests", type=_whole, default=1000, help="of the trace (default 1000)")
-    part.add_argument("--slo-ttft-ms", type=_positive, default=1000.0, help="default 1000")
-    part.add_argument("--slo-tpot-ms", type=_positive, default=60.0, help="default 60")
-    part.add_argument("--margin", type=_positive, default=0.8, help="admission's target as a part of the TTFT SLO")
-    part.add_argument("--first-rate", type=_positive, default=2.0, help="first requests/s of the bisection (default 2)")
-    part.add_argument("--probes", type=_whole, default=7, help="steps of the bisection (default 7)")
+    part.add_argument("--length-scale", type=positive, default=1 / 32, help="factor on all lengths (default 1/32)")
+    part.add_argument("--requests", type=count, default=1000, help="of the trace (default 1000)")
+    part.add_argument("--slo-ttft-ms", type=positive, default=1000.0, help="default 1000")
+    part.add_argument("--slo-tpot-ms", type=positive, default=60.0, help="default 60")
+    part.add_argument("--margin", type=positive, default=0.8, help="admission's target as a part of the TTFT SLO")
+    part.add_argument("--first-rate", type=positive, default=2.0, help="first requests/s of the bisection (default 2)")
+    part.add_argument("--probes", type=count, default=7, help="steps of the bisection (default 7)")
     part.set_defaults(run=slo.run)
 
     part = drills.add_parser("shortage", help="more long requests than the KV pool holds")
-    part.add_argument("--requests", type=_whole, default=64, help="default 64")
-    part.add_argument("--fitting", type=_whole, default=10, help="how many of them the pool holds (default 10)")
-    part.add_argument("--prompt-tokens", type=_whole, default=200, help="default 200")
-    part.add_argument("--output-tokens", type=_whole, default=100, help="default 100")
+    part.add_argument("--requests", type=count, default=64, help="default 64")
+    part.add_argument("--fitting", type=count, default=10, help="how many of them the pool holds (default 10)")
+    part.add_argument("--prompt-tokens", type=count, default=200, help="default 200")
+    part.add_argument("--output-tokens", type=count, default=100, help="default 100")
     part.set_defaults(run=shortage.run)
 
     part = drills.add_parser("soak", help="rows x context for a long time, in a pool that holds a few contexts")
-    part.add_argument("--seconds", type=_positive, default=600.0, help="default 600")
-    part.add_argument("--rows", type=_whole, default=16, help="requests at once (default 16)")
-    part.add_argument("--context", type=_whole, default=1024, help="tokens of each request (default 1024)")
-    part.add_argument("--pool-contexts", type=_whole, default=4, help="contexts that the KV pool holds (default 4)")
+    part.add_argument("--seconds", type=positive, default=600.0, help="default 600")
+    part.add_argument("--rows", type=count, default=16, help="requests at once (default 16)")
+    part.add_argument("--context", type=count, default=1024, help="tokens of each request (default 1024)")
+    part.add_argument("--pool-contexts", type=count, default=4, help="contexts that the KV pool holds (default 4)")
     part.add_argument("--kv-shortage", default="recompute", choices=("wait", "recompute", "swap"))
     part.set_defaults(run=soak.run)
 

@@ -12,6 +12,7 @@ import msgspec
 from config.schema import SchedulerConfig
 from config.sources import Option, options, read_settings
 from scheduler_proc.batching import Batching
+from tools.arguments import count, not_negative, positive, whole
 from tools.simulate.costs import DEFAULT_COST
 from tools.simulate.page import MAX_RUNS
 
@@ -76,19 +77,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cache-study", action="store_true", help="compare eviction policies with Belady's optimum")
     trace = parser.add_argument_group("the trace")
-    trace.add_argument("--limit", type=_count, metavar="N", help="only the first N requests")
+    trace.add_argument("--limit", type=count, metavar="N", help="only the first N requests")
     trace.add_argument(
-        "--rate-scale", type=_positive, default=1.0, metavar="X", help="requests arrive X times as fast (default: 1)"
+        "--rate-scale", type=positive, default=1.0, metavar="X", help="requests arrive X times as fast (default: 1)"
     )
     trace.add_argument(
-        "--length-scale", type=_positive, default=1.0, metavar="X", help="prompts and outputs are X times as long"
+        "--length-scale", type=positive, default=1.0, metavar="X", help="prompts and outputs are X times as long"
     )
     engine = parser.add_argument_group("the engine")
-    engine.add_argument("--kv-blocks", type=_count, metavar="N", help="KV pool in blocks (default: no shortage)")
-    engine.add_argument("--kv-tokens", type=_count, metavar="N", help="the same in tokens")
-    engine.add_argument("--host-blocks", type=_whole, default=0, metavar="N", help="host tier in blocks (default: 0)")
+    engine.add_argument("--kv-blocks", type=count, metavar="N", help="KV pool in blocks (default: no shortage)")
+    engine.add_argument("--kv-tokens", type=count, metavar="N", help="the same in tokens")
+    engine.add_argument("--host-blocks", type=whole, default=0, metavar="N", help="host tier in blocks (default: 0)")
     engine.add_argument(
-        "--max-model-len", type=_count, metavar="N", help="longer requests are refused (default: the longest fits)"
+        "--max-model-len", type=count, metavar="N", help="longer requests are refused (default: the longest fits)"
     )
     engine.add_argument(
         "--cost",
@@ -100,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     engine.add_argument(
         "--copy-us",
-        type=_not_negative,
+        type=not_negative,
         default=40.0,
         metavar="US",
         help="microseconds to copy a block between KV pool and host, beside the forward (default: 40)",
@@ -116,8 +117,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--sweep", metavar="SETTING=V1,V2,...", help=f"compare values of a setting below, or of {', '.join(_SIZES)}"
     )
     out = parser.add_argument_group("results")
-    out.add_argument("--slo-ttft-ms", type=_positive, default=1000.0, metavar="MS", help="for goodput (default: 1000)")
-    out.add_argument("--slo-tpot-ms", type=_positive, default=60.0, metavar="MS", help="for goodput (default: 60)")
+    out.add_argument("--slo-ttft-ms", type=positive, default=1000.0, metavar="MS", help="for goodput (default: 1000)")
+    out.add_argument("--slo-tpot-ms", type=positive, default=60.0, metavar="MS", help="for goodput (default: 60)")
     out.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts")
     out.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     group = parser.add_argument_group("scheduler settings", "as for `python -m launch`")
@@ -174,7 +175,7 @@ def _variant(
     extra: list[str] = []
     if setting in sizes:
         try:
-            sizes[setting] = (_whole if setting == "host-blocks" else _count)(value)
+            sizes[setting] = (whole if setting == "host-blocks" else count)(value)
         except argparse.ArgumentTypeError as error:
             raise UsageError(f"--sweep {setting}: {error}") from None
         if setting == "kv-tokens":
@@ -240,40 +241,3 @@ def _sweep(text: str | None) -> tuple[str, list[str]]:
     if not separator or not all(values.split(",")):
         raise UsageError(f"--sweep: must be SETTING=V1,V2,..., not {text!r}")
     return setting, values.split(",")
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not abs(value) < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number, not {text!r}")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = _number(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    value = _number(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
-    return value
-
-
-def _whole(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 999999999, not {text!r}")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    value = _whole(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
