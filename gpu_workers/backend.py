@@ -11,15 +11,36 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gpu_workers.batch import ForwardBatch
 from gpu_workers.comm import Comm
+from gpu_workers.prepare import PreparedStep, prepare
+from gpu_workers.rows import Rows
+from gpu_workers.sampling import argmax
 from gpu_workers.weights.quantized import QuantizedWeight
 
 Weight = Any  # what `load_linear` returned: its layout is the backend's own business
 Array = Any  # what an op returned: a tensor, or its place in a recording
 LoadedWeight = torch.Tensor | QuantizedWeight  # [N, K] as it comes from a checkpoint
+
+
+class Compiled:
+    """A forward that runs on batches from `Backend.prepare`."""
+
+    def __init__(self, forward: Callable[[Any, Any], torch.Tensor]) -> None:
+        self._forward = forward
+
+    def __call__(self, batch: Any, kv: Any) -> torch.Tensor:
+        """[S, vocabulary] float32 logits, good until the next run."""
+        return self._forward(batch, kv)
+
+    @torch.inference_mode()
+    def best_ids(self, batch: Any, kv: Any) -> NDArray[np.int64]:
+        """The ids [S] of the largest logits, the lowest one of equals. Raises FloatingPointError on NaN."""
+        return argmax(self(batch, kv))
 
 
 class Backend(ABC):
@@ -72,9 +93,16 @@ class Backend(ABC):
     def copy_blocks_in(self, kv: Any, host_kv: Any, pairs: torch.Tensor) -> None:
         """The way back, as `copy_blocks_out`; `pairs` [N, 2] int64: host block id, block id."""
 
-    def compile(self, forward: Callable[[ForwardBatch, Any], Array]) -> Callable[[ForwardBatch, Any], torch.Tensor]:
-        """`forward(batch, kv)` as something that runs: [S, vocabulary] float32 logits, good until the next run."""
-        return forward
+    def prepare(self, rows: Rows, scheduled: bytes) -> PreparedStep | None:
+        """Check and flatten `StepPlan.scheduled`; None when it is empty. Raises `PlanError`.
+
+        The batch is for forwards of this backend, and good until the next call.
+        """
+        return prepare(rows, scheduled, self.device)
+
+    def compile(self, forward: Callable[[Any, Any], Array]) -> "Compiled":
+        """`forward(batch, kv)` as something that runs."""
+        return Compiled(forward)
 
     @abstractmethod
     def embed(self, table: Weight, batch: ForwardBatch, first: int = 0) -> Array:

@@ -1,6 +1,7 @@
 """From the scheduled rows of a plan to the flat batch that the model takes: index arithmetic, no loop over rows."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from gpu_workers.rows import Ints, Rows, int32_columns
 class PreparedStep:
     """The batch of one forward, and the rows whose next token is then sampled, in the order of the plan."""
 
-    batch: ForwardBatch
+    batch: Any  # ForwardBatch, or what else the backend makes of it
     sampling_rows: Ints  # [S]
 
 

@@ -12,6 +12,9 @@ from ipc.messages import NewRow, StepPlan
 Ints = NDArray[np.int32]
 
 
+_NONE = np.empty(0, dtype=np.int32)
+
+
 class PlanError(ValueError):
     """A plan that contradicts the state of the rows; the worker can't go on, since scheduler and rank disagree."""
 
@@ -51,9 +54,11 @@ class Rows:
 
     def update(self, plan: StepPlan) -> Ints:
         """Free, add and extend rows, in this order; returns the rows that were freed."""
-        freed = int32_columns(plan.freed_rows, 1, "freed_rows")[:, 0]
-        self._check_in_use(freed, "freed_rows")
-        self.in_use[freed] = False
+        freed = _NONE
+        if plan.freed_rows:
+            freed = int32_columns(plan.freed_rows, 1, "freed_rows")[:, 0]
+            self._check_in_use(freed, "freed_rows")
+            self.in_use[freed] = False
         for new in plan.new_rows:
             self._add(new)
         if plan.new_blocks:
@@ -99,7 +104,7 @@ class Rows:
         if len(np.unique(cells)) < len(cells) or (index < self.num_blocks[rows]).any() or (index >= grown[rows]).any():
             raise PlanError("new_blocks: the indices do not continue their rows' block tables")
         self.block_tables[rows, index] = block_ids
-        self.num_blocks = grown
+        self.num_blocks[:] = grown  # in place: native code has its address
 
     def check_scheduled(self, rows: Ints, starts: Ints, counts: Ints, samples: Ints) -> None:
         """PlanError unless these rows' tokens are known here and their positions have blocks."""

@@ -1,8 +1,9 @@
 """One step of the model: prepare -> forward -> sample, with the plan's block copies beside it.
 
-What does not belong here: index arithmetic (`prepare`), what is known of a row (`rows`, `sampler_state`), the
-mathematics of sampling (`sampling`), copies and their thread (`block_copier`), anything about a model or a device
-(`models`, `backends`), sockets and processes (`main`). Nothing here decides what runs: the scheduler does.
+What does not belong here: index arithmetic (`prepare`, or the backend's own), what is known of a row (`rows`,
+`sampler_state`), the mathematics of sampling (`sampling`), copies and their thread (`block_copier`), anything about a
+model or a device (`models`, `backends`), sockets and processes (`main`). Nothing here decides what runs: the scheduler
+does.
 """
 
 import time
@@ -14,11 +15,9 @@ from numpy.typing import NDArray
 
 from config.schema import ModelArch
 from gpu_workers.backend import Backend
-from gpu_workers.batch import ForwardBatch
 from gpu_workers.block_copier import BlockCopier
 from gpu_workers.comm import Comm
-from gpu_workers.prepare import PreparedStep, prepare
-from gpu_workers.rows import PlanError, Rows
+from gpu_workers.rows import Ints, PlanError, Rows
 from gpu_workers.sampler_state import SamplerState
 from gpu_workers.sampling import argmax, sample
 from ipc.messages import RawLogprobs, StepPlan, StepResult
@@ -30,8 +29,11 @@ class Model(Protocol):
     arch: ModelArch
     backend: Backend
 
-    def forward(self, batch: ForwardBatch, kv: Any) -> torch.Tensor:
-        """[S, vocab] float32 logits of `batch.logits_rows`, good until the next forward."""
+    def forward(self, batch: Any, kv: Any) -> torch.Tensor:
+        """[S, vocab] float32 logits of a batch that the backend has prepared, good until the next forward."""
+
+    def best_ids(self, batch: Any, kv: Any) -> NDArray[np.int64]:
+        """Instead: the ids [S] of the largest logits, the lowest one of equals. Raises FloatingPointError on NaN."""
 
 
 class Runner:
@@ -80,17 +82,24 @@ class Runner:
         self._sampler.free(self._rows.update(plan).tolist())
         for new in plan.new_rows:
             self._sampler.add(new)
-        prepared = prepare(self._rows, plan.scheduled, self._device)
+        prepared = self._model.backend.prepare(self._rows, plan.scheduled)
         if prepared is None:
             return StepResult(step=plan.step, token_ids=b"") if self._comm.rank == 0 else None
 
+        sampling_rows = prepared.sampling_rows
         prepare_done = time.perf_counter_ns()
-        with torch.inference_mode():
-            logits = self._model.forward(prepared.batch, self._kv)
+        logprobs: tuple[RawLogprobs | None, ...] = ()
+        # Where all are greedy, the model need not keep the logits.
+        if self._comm.size == 1 and self._sampler.all_plain(sampling_rows):
+            token_ids = self._model.best_ids(prepared.batch, self._kv)
             forward_done = time.perf_counter_ns()
-            token_ids, logprobs = self._sample(logits, prepared)
-        self._rows.append(prepared.sampling_rows, token_ids)
-        self._sampler.record(prepared.sampling_rows, token_ids)
+        else:
+            with torch.inference_mode():
+                logits = self._model.forward(prepared.batch, self._kv)
+                forward_done = time.perf_counter_ns()
+                token_ids, logprobs = self._sample(logits, sampling_rows)
+        self._rows.append(sampling_rows, token_ids)
+        self._sampler.record(sampling_rows, token_ids)
         if self._comm.rank != 0:
             return None
         return StepResult(
@@ -102,10 +111,7 @@ class Runner:
             sample_us=(time.perf_counter_ns() - forward_done) // 1000,
         )
 
-    def _sample(
-        self, logits: torch.Tensor, prepared: PreparedStep
-    ) -> tuple[NDArray[np.int64], tuple[RawLogprobs | None, ...]]:
-        rows = prepared.sampling_rows
+    def _sample(self, logits: torch.Tensor, rows: Ints) -> tuple[NDArray[np.int64], tuple[RawLogprobs | None, ...]]:
         token_ids = np.zeros(len(rows), dtype=np.int64)
         logprobs: tuple[RawLogprobs | None, ...] = ()
         if not len(rows):

@@ -15,11 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
-from gpu_workers.backend import Backend, LoadedWeight
+from gpu_workers.backend import Backend, Compiled, LoadedWeight
 from gpu_workers.backends.native_kv import NativeHostKV, NativeKV, zeroed_bytes
 from gpu_workers.batch import ForwardBatch
 from gpu_workers.comm import Comm
+from gpu_workers.prepare import PreparedStep, prepare
+from gpu_workers.rows import Ints, Rows
 from gpu_workers.weights.quantized import QuantizedWeight, cat
 from kernels.cpu.library import (
     FLAG_GELU,
@@ -31,10 +34,12 @@ from kernels.cpu.library import (
     Codes,
     Engine,
     Kind,
+    KnownRows,
     KvType,
     Op,
     PackedWeight,
     Step,
+    flatten,
     kv_block_bytes,
     load,
 )
@@ -123,6 +128,7 @@ class NativeCpuBackend(Backend):
         self.kv_dtype = kv_dtype
         self._kv_type = KvType[kv_dtype.upper()]
         self._recording: _Recording | None = None
+        self._flat: _FlatBatch | None = None
         self._cos = self._sin = torch.empty(0)
         self._num_heads = 0
 
@@ -187,21 +193,23 @@ class NativeCpuBackend(Backend):
 
     # --- recording ---------------------------------------------------------------------------------------------------
 
-    def compile(
-        self, forward: Callable[[ForwardBatch, NativeKV], Value]
-    ) -> Callable[[ForwardBatch, NativeKV], torch.Tensor]:
-        program: _Program | None = None
+    def prepare(self, rows: Rows, scheduled: bytes) -> PreparedStep | None:
+        if not scheduled:
+            return None
+        if self._flat is None or self._flat.rows is not rows:
+            self._flat = _FlatBatch(self._library, rows)
+        return self._flat.fill(scheduled)
 
-        def run(batch: ForwardBatch, kv: NativeKV) -> torch.Tensor:
-            nonlocal program
-            if program is None or program.kv is not kv:
-                self._recording = _Recording()
-                forward(batch, kv)
-                program = self._program(self._recording, kv)
-                self._recording = None
-            return program.run(batch)
+    def compile(self, forward: Callable[[Any, NativeKV], Value]) -> "_Replay":
+        return _Replay(lambda batch, kv: self._recorded(forward, batch, kv))
 
-        return run
+    def _recorded(self, forward: Callable[[Any, NativeKV], Value], batch: Any, kv: NativeKV) -> "_Program":
+        self._recording = _Recording()
+        try:
+            forward(batch, kv)
+            return self._program(self._recording, kv)
+        finally:
+            self._recording = None
 
     def _program(self, recording: _Recording, kv: NativeKV) -> "_Program":
         sizes = AttentionSizes(
@@ -289,6 +297,80 @@ class NativeCpuBackend(Backend):
         return x
 
 
+class _FlatBatch:
+    """The batch of a step, written into the same memory again and again by native code."""
+
+    def __init__(self, library: ctypes.CDLL, rows: Rows) -> None:
+        self._library = library
+        self.rows = rows
+        self._known = KnownRows(
+            max_seqs=rows.max_seqs,
+            max_model_len=rows.max_model_len,
+            max_blocks=rows.max_blocks,
+            block_size=rows.block_size,
+            tokens=rows.tokens.ctypes.data,
+            num_tokens=rows.num_tokens.ctypes.data,
+            block_tables=rows.block_tables.ctypes.data,
+            num_blocks=rows.num_blocks.ctypes.data,
+            in_use=rows.in_use.ctypes.data,
+        )
+        self.step = Step()
+        self._sequences = {
+            name: np.zeros(rows.max_seqs + 1, dtype=np.int64)
+            for name in ("query_starts", "context_lens", "table_rows", "logits_rows")
+        }
+        self._tokens: dict[str, NDArray[np.int64]] = {}
+        for name, array in self._sequences.items():
+            setattr(self.step, name, array.ctypes.data)
+        self._grow(rows.max_seqs)
+
+    def _grow(self, capacity: int) -> None:
+        self._capacity = capacity
+        for name in ("token_ids", "positions", "slots"):
+            self._tokens[name] = np.zeros(capacity, dtype=np.int64)
+            setattr(self.step, name, self._tokens[name].ctypes.data)
+
+    def fill(self, scheduled: bytes) -> PreparedStep:
+        """Raises `PlanError`."""
+        tokens = -1
+        if len(scheduled) % 16 == 0:
+            tokens = flatten(self._library, self._known, scheduled, self._capacity, self.step)
+            if tokens > self._capacity:
+                self._grow(tokens)
+                tokens = flatten(self._library, self._known, scheduled, self._capacity, self.step)
+        if tokens < 0:
+            prepare(self.rows, scheduled, torch.device("cpu"))  # which says what is wrong
+            raise MemoryError("the CPU kernels could not allocate the memory they need")
+        return PreparedStep(self.step, self._sampling_rows(scheduled))
+
+    def _sampling_rows(self, scheduled: bytes) -> Ints:
+        columns = np.frombuffer(scheduled, dtype="<i4").reshape(-1, 4)
+        rows = columns[:, 0]
+        return rows if self.step.rows == len(rows) else rows[columns[:, 3] == 1]
+
+
+class _Replay(Compiled):
+    """A forward that is recorded when it is first run, or run with another pool, and then replayed."""
+
+    def __init__(self, record: Callable[[Any, NativeKV], "_Program"]) -> None:
+        self._record = record
+        self._program: _Program | None = None
+
+    def _program_for(self, batch: Any, kv: NativeKV) -> "_Program":
+        if self._program is None or self._program.kv is not kv:
+            self._program = self._record(batch, kv)
+        return self._program
+
+    def __call__(self, batch: Step | ForwardBatch, kv: NativeKV) -> torch.Tensor:
+        return self._program_for(batch, kv).logits(batch)
+
+    def best_ids(self, batch: Step | ForwardBatch, kv: NativeKV) -> NDArray[np.int64]:
+        ids = self._program_for(batch, kv).best_ids(batch)
+        if (ids < 0).any():
+            raise FloatingPointError("the model computed logits that are not numbers (NaN)")
+        return ids
+
+
 class _Program:
     """A recording that can be run, on the pool `kv`."""
 
@@ -304,35 +386,64 @@ class _Program:
             part if isinstance(part, _Exchange) else (Op * len(part))(*part) for part in recording.parts
         ]
 
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
-        tokens, rows = batch.token_ids.shape[0], batch.logits_rows.shape[0]
-        query_starts = np.array(batch.query_starts, dtype=np.int64)
-        context_lens = np.array(batch.context_lens, dtype=np.int64)
-        tables = batch.block_tables.contiguous()
-        if rows > self._logits.shape[0]:
-            self._logits = torch.empty(rows, self._vocab_size)
-        logits = self._logits[:rows]
-        step = Step(
-            tokens=tokens,
-            sequences=len(context_lens),
-            rows=rows,
-            table_width=tables.shape[1],
-            token_ids=batch.token_ids.data_ptr(),
-            positions=batch.positions.data_ptr(),
-            slots=batch.slots.data_ptr(),
-            query_starts=query_starts.ctypes.data,
-            context_lens=context_lens.ctypes.data,
-            block_tables=tables.data_ptr(),
-            logits_rows=batch.logits_rows.data_ptr(),
-            logits=logits.data_ptr(),
-        )
+    def logits(self, batch: Step | ForwardBatch) -> torch.Tensor:
+        """[S, vocabulary] float32, good until the next run."""
+        step = _as_step(batch)
+        if step.rows > self._logits.shape[0]:
+            self._logits = torch.empty(step.rows, self._vocab_size)
+        step.logits, step.best_ids = self._logits.data_ptr(), None
+        self._run(step)
+        return self._logits[: step.rows]
+
+    def best_ids(self, batch: Step | ForwardBatch) -> NDArray[np.int64]:
+        """[S], of the largest logits; -1 where one is NaN."""
+        step = _as_step(batch)
+        ids = np.empty(step.rows, dtype=np.int64)
+        step.logits, step.best_ids = None, ids.ctypes.data
+        self._run(step)
+        return ids
+
+    def _run(self, step: Step) -> None:
         for part in self._parts:
             if isinstance(part, _Exchange):
-                values = self._engine.values(part.buffer, tokens, part.width)
+                values = self._engine.values(part.buffer, step.tokens, part.width)
                 values.copy_(part.comm.all_reduce(values.clone()))
             else:
                 self._engine.run(part, step)
-        return logits
+
+
+class _HeldStep(Step):
+    """With the arrays that it points to."""
+
+    arrays: tuple[object, ...] = ()
+
+
+def _as_step(batch: Step | ForwardBatch) -> Step:
+    if isinstance(batch, Step):
+        return batch
+    tables = batch.block_tables.contiguous()
+    arrays = {
+        name: np.ascontiguousarray(values, dtype=np.int64)
+        for name, values in (
+            ("token_ids", batch.token_ids),
+            ("positions", batch.positions),
+            ("slots", batch.slots),
+            ("query_starts", batch.query_starts),
+            ("context_lens", batch.context_lens),
+            ("table_rows", range(len(batch.context_lens))),
+            ("logits_rows", batch.logits_rows),
+        )
+    }
+    step = _HeldStep(
+        tokens=len(batch.token_ids),
+        sequences=len(batch.context_lens),
+        rows=len(batch.logits_rows),
+        table_width=tables.shape[1],
+        block_tables=tables.data_ptr(),
+        **{name: array.ctypes.data for name, array in arrays.items()},
+    )
+    step.arrays = tables, arrays
+    return step
 
 
 def _pad_rows(weight: LoadedWeight, count: int) -> LoadedWeight:

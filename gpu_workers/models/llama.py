@@ -8,13 +8,16 @@ a slice of the MLP and a slice of the vocabulary (Shoeybi et al. 2019).
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from config.schema import ModelArch
 from gpu_workers.backend import Array, Backend, LoadedWeight, Weight
 from gpu_workers.batch import ForwardBatch
 from gpu_workers.comm import Comm
+from gpu_workers.sampling import argmax
 from gpu_workers.weights.quantized import GROUP, QuantizedWeight, cat
 from gpu_workers.weights.source import Weights
 from ipc.control import StartError
@@ -141,12 +144,20 @@ class LlamaModel:
         return self.backend.allocate_kv(arch.num_layers, num_blocks, block_size, self.num_kv_heads, arch.head_dim)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: Any) -> torch.Tensor:
+    def forward(self, batch: Any, kv: Any) -> torch.Tensor:
         """Logits [S, vocabulary], float32, of the batch's `logits_rows`, on every rank; K and V go into `kv`.
+
+        `batch` is what the backend's `prepare` returned.
 
         The logits are good until the next forward: a backend may write those to the same place.
         """
         return self.comm.all_gather(self._run(batch, kv))[:, : self.arch.vocab_size]
+
+    def best_ids(self, batch: Any, kv: Any) -> NDArray[np.int64]:
+        """As `forward`, but the ids [S] of the largest logits, the lowest of equals; FloatingPointError on NaN."""
+        if self.comm.size == 1:
+            return self._run.best_ids(batch, kv)
+        return argmax(self.forward(batch, kv))
 
     def _local_logits(self, batch: ForwardBatch, kv: Any) -> Array:
         backend, eps = self.backend, self.arch.rms_norm_eps

@@ -72,14 +72,29 @@ struct TmStep {
     int64_t sequences;   // B
     int64_t rows;        // S, whose logits are wanted
     int64_t table_width;
-    const int64_t* token_ids;     // [T]
-    const int64_t* positions;     // [T]
-    const int64_t* slots;         // [T]
-    const int64_t* query_starts;  // [B + 1]
-    const int64_t* context_lens;  // [B]
-    const int32_t* block_tables;  // [B, table_width]
-    const int64_t* logits_rows;   // [S]
-    float* logits;                // [S, n of the TM_LOGITS weight]
+    int64_t* token_ids;     // [T]
+    int64_t* positions;     // [T]
+    int64_t* slots;         // [T]
+    int64_t* query_starts;  // [B + 1]
+    int64_t* context_lens;  // [B]
+    const int32_t* block_tables;  // [any, table_width]
+    int64_t* table_rows;    // [B], which of the block tables
+    int64_t* logits_rows;   // [S]
+    float* logits;          // [S, n of the TM_LOGITS weight]; nullptr: not wanted
+    int64_t* best_ids;      // [S], instead: the lowest index of the largest logit, -1 if any is NaN
+};
+
+// The requests a rank knows (`gpu_workers/rows.py`).
+struct TmRows {
+    int64_t max_seqs;
+    int64_t max_model_len;
+    int64_t max_blocks;
+    int64_t block_size;
+    const int32_t* tokens;        // [max_seqs, max_model_len + 1]
+    const int64_t* num_tokens;    // [max_seqs]
+    const int32_t* block_tables;  // [max_seqs, max_blocks]
+    const int64_t* num_blocks;    // [max_seqs]
+    const uint8_t* in_use;        // [max_seqs]
 };
 
 // All return nullptr, or a negative number, when memory is lacking. The library checks no shapes: its callers do.
@@ -90,6 +105,10 @@ int64_t tm_kv_block_bytes(const TmAttention* sizes);
 int32_t tm_engine_set_attention(void* engine, const TmAttention* sizes);
 int32_t tm_engine_set_buffers(void* engine, const TmBuffer* buffers, int32_t count);
 int32_t tm_engine_run(void* engine, const TmOp* ops, int32_t count, const TmStep* step);
+// Fills in everything of `step` but `logits` and `best_ids` from `count` scheduled int32 [row, start, count, sample]; its
+// arrays have room for `capacity` tokens and for max_seqs sequences. Returns T: if it is more than `capacity`, or -1 because
+// an entry does not fit the rows or memory is lacking, `step` is not to be used.
+int64_t tm_flatten(const TmRows* rows, const void* scheduled, int64_t count, int64_t capacity, TmStep* step);
 // The memory of a buffer's values for at least `rows` rows, until the next run or call with more rows.
 void* tm_engine_values(void* engine, int32_t index, int64_t rows);
 

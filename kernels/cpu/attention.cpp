@@ -335,7 +335,7 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
     const int64_t first_block = split * split_blocks;
     const int64_t end_block = std::min(first_block + split_blocks, last_position / block_size + 1);
     const int64_t stride = tile_blocks * layout_.keys;
-    const int32_t* table = step.block_tables + task.sequence * step.table_width;
+    const int32_t* table = step.block_tables + step.table_rows[task.sequence] * step.table_width;
     const auto* pool = static_cast<const unsigned char*>(sizes_.kv);
     const auto head_of = [&](int64_t block) {
         return reinterpret_cast<const Element*>(pool + (table[block] * sizes_.num_layers + layer) * layout_.block_bytes) +

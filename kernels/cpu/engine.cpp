@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <limits>
 #include <memory>
 #include <new>
 #include <vector>
@@ -65,6 +66,34 @@ void gate_row(const float* gate, const float* up, int count, bool gelu, float* o
         store8(out + i, y * load8(up + i));
     }
 }
+
+// The largest logit that a thread has seen of a row, and the lowest of its ids.
+struct Best {
+    float value = -std::numeric_limits<float>::infinity();
+    int64_t id = 0;
+    bool nan = false;
+
+    void look_at(const float* logits, int64_t first, int count) {
+        F8 largest = set8(value), unordered = zero8();
+        int c = 0;
+        for (; c + 8 <= count; c += 8) {
+            const F8 x = load8(logits + c);
+            largest = max8(x, largest);
+            unordered = unordered + (x - x);  // 0, unless a value is infinite or NaN
+        }
+        // Rarely: a tile that may have a new best one, or something that takes a closer look.
+        if (c == count && largest8(largest) <= value && sum8(unordered) == 0.0f && first > id) return;
+        for (c = 0; c < count; c++) merge({logits[c], first + c, std::isnan(logits[c])});
+    }
+
+    void merge(const Best& other) {
+        nan |= other.nan;
+        if (other.value > value || (other.value == value && other.id < id)) {
+            value = other.value;
+            id = other.id;
+        }
+    }
+};
 
 }  // namespace
 
@@ -129,7 +158,9 @@ class Engine {
             case TM_GATED: return gated(op, *weight, step);
             case TM_ROPE: return attention_->rope_and_write(pool_, step, at(op.in), at(op.out), op.layer);
             case TM_ATTENTION: return attend(op, step);
-            case TM_LOGITS: return linear(op, *weight, step.rows, step.logits);
+            case TM_LOGITS:
+                if (step.best_ids) return best_ids(op, *weight, step);
+                return linear(op, *weight, step.rows, step.logits);
         }
     }
 
@@ -203,17 +234,17 @@ class Engine {
         const int64_t column_blocks = (columns + kTileColumns - 1) / kTileColumns;
         const int64_t row_blocks = (rows + kTileRows - 1) / kTileRows;
         // Memory is read ahead of use, for which a thread's next task must be known.
-        pool_.run_in_turn(row_blocks * column_blocks, [&](int64_t task, int) {
+        pool_.run_in_turn(row_blocks * column_blocks, [&](int64_t task, int thread) {
             const int64_t row0 = task / column_blocks * kTileRows, col0 = task % column_blocks * kTileColumns;
             body(row0, static_cast<int>(std::min<int64_t>(kTileRows, rows - row0)), col0,
-                 static_cast<int>(std::min<int64_t>(kTileColumns, columns - col0)));
+                 static_cast<int>(std::min<int64_t>(kTileColumns, columns - col0)), thread);
         });
     }
 
     void linear(const TmOp& op, const Weight& weight, int64_t rows, float* out) {
         const Buffer& in = buffers_[static_cast<size_t>(op.in)];
         const int64_t out_width = weight.n;
-        over_tiles(rows, weight.n, [&](int64_t row0, int count, int64_t col0, int cols) {
+        over_tiles(rows, weight.n, [&](int64_t row0, int count, int64_t col0, int cols, int) {
             if (!weight.bias && cols == kTileColumns) {
                 multiply_tile(weight, in, row0, count, col0, cols, out + row0 * out_width + col0, out_width);
                 return;
@@ -232,12 +263,34 @@ class Engine {
         });
     }
 
+    // The logits are looked at where they are computed, and kept nowhere.
+    void best_ids(const TmOp& op, const Weight& weight, const TmStep& step) {
+        const Buffer& in = buffers_[static_cast<size_t>(op.in)];
+        const auto rows = static_cast<size_t>(step.rows);
+        best_.assign(rows * static_cast<size_t>(pool_.threads()), Best{});
+        over_tiles(step.rows, weight.n, [&](int64_t row0, int count, int64_t col0, int cols, int thread) {
+            alignas(64) float tile[kTileRows * kTileColumns];
+            multiply_tile(weight, in, row0, count, col0, cols, tile, kTileColumns);
+            Best* best = &best_[static_cast<size_t>(thread) * rows + static_cast<size_t>(row0)];
+            for (int r = 0; r < count; r++) {
+                float* row = tile + r * kTileColumns;
+                for (int c = 0; weight.bias && c < cols; c++) row[c] += weight.bias[col0 + c];
+                best[r].look_at(row, col0, cols);
+            }
+        });
+        for (size_t row = 0; row < rows; row++) {
+            Best best;
+            for (size_t at = row; at < best_.size(); at += rows) best.merge(best_[at]);
+            step.best_ids[row] = best.nan ? -1 : best.id;
+        }
+    }
+
     void gated(const TmOp& op, const Weight& weight, const TmStep& step) {
         const Buffer& in = buffers_[static_cast<size_t>(op.in)];
         const Buffer& out = buffers_[static_cast<size_t>(op.out)];
         const bool gelu = op.flags & TM_GELU;
         constexpr int kPair = 2 * kTileColumns;
-        over_tiles(step.tokens, out.width, [&](int64_t row0, int count, int64_t col0, int cols) {
+        over_tiles(step.tokens, out.width, [&](int64_t row0, int count, int64_t col0, int cols, int) {
             alignas(64) float tile[kTileRows * kPair];
             multiply_tile(weight, in, row0, count, 2 * col0, kPair, tile, kPair);
             for (int r = 0; r < count; r++) {
@@ -272,6 +325,7 @@ class Engine {
     std::vector<TmBuffer> shapes_;
     std::vector<Buffer> buffers_;
     std::vector<Memory> memory_;
+    std::vector<Best> best_;  // [threads, rows]
     int64_t capacity_ = 0;
 };
 

@@ -6,7 +6,7 @@ Mirrors `abi.h` field by field. Nothing here checks shapes against each other: `
 import ctypes
 import enum
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 
 import torch
@@ -115,8 +115,26 @@ class Step(Structure):
         ("query_starts", c_void_p),
         ("context_lens", c_void_p),
         ("block_tables", c_void_p),
+        ("table_rows", c_void_p),
         ("logits_rows", c_void_p),
         ("logits", c_void_p),
+        ("best_ids", c_void_p),
+    )
+
+
+class KnownRows(Structure):
+    """TmRows."""
+
+    _fields_ = (
+        ("max_seqs", c_int64),
+        ("max_model_len", c_int64),
+        ("max_blocks", c_int64),
+        ("block_size", c_int64),
+        ("tokens", c_void_p),
+        ("num_tokens", c_void_p),
+        ("block_tables", c_void_p),
+        ("num_blocks", c_void_p),
+        ("in_use", c_void_p),
     )
 
 
@@ -127,6 +145,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tm_engine_set_attention": (c_int32, [c_void_p, POINTER(AttentionSizes)]),
     "tm_engine_set_buffers": (c_int32, [c_void_p, POINTER(BufferShape), c_int32]),
     "tm_engine_run": (c_int32, [c_void_p, POINTER(Op), c_int32, POINTER(Step)]),
+    "tm_flatten": (c_int64, [POINTER(KnownRows), c_char_p, c_int64, c_int64, POINTER(Step)]),
     "tm_engine_values": (c_void_p, [c_void_p, c_int32, c_int64]),
     "tm_weight_new": (c_void_p, [c_int32, c_int64, c_int64]),
     "tm_weight_free": (None, [c_void_p]),
@@ -243,6 +262,11 @@ class Engine:
         """The float32 values [rows, width] of a buffer, not copied: good until a run with more rows than before."""
         address = _made(self._library.tm_engine_values(self._pointer, buffer, rows))
         return torch.frombuffer((c_float * (rows * width)).from_address(address), dtype=torch.float32).view(rows, width)
+
+
+def flatten(library: ctypes.CDLL, rows: KnownRows, scheduled: bytes, capacity: int, step: Step) -> int:
+    """The number of tokens that are scheduled, or -1: see `tm_flatten` in `abi.h`."""
+    return int(library.tm_flatten(rows, scheduled, len(scheduled) // 16, capacity, step))
 
 
 def kv_block_bytes(library: ctypes.CDLL, sizes: AttentionSizes) -> int:

@@ -107,7 +107,9 @@ inline __m256i add_products(__m256i sums, __m256i a, __m256i b) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
     return _mm256_dpwssd_epi32(sums, a, b);
 #else
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+    sums = _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+    asm("" : "+x"(sums));
+    return sums;
 #endif
 }
 
@@ -130,17 +132,22 @@ void multiply_int8(const Weight& weight, const Rows& rows, int64_t panel, float*
             for (auto& sum : row) sum = _mm256_setzero_si256();
         }
         for (int p = 0; p < P; p++) prefetch(&w[p][g] + ahead, sizeof(Int8Group));
-#pragma GCC unroll 1
+#pragma GCC unroll 8
         for (int j = 0; j < 8; j++) {
             const int16_t* x = codes + g * kGroup + 4 * j;
-            for (int p = 0; p < P; p++) {
-                // Of each column's four codes: those of inputs 0 and 2, and of inputs 1 and 3.
-                const __m256i four = load_codes(w[p][g].codes[j]);
-                const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8), odd = _mm256_srai_epi16(four, 8);
-                for (int r = 0; r < R; r++) {
-                    sums[r][p] = add_products(sums[r][p], even, broadcast4(x + r * width));
-                    sums[r][p] = add_products(sums[r][p], odd, broadcast4(x + r * width + 2));
-                }
+            // Of each column's four codes: first those of inputs 0 and 2, then those of inputs 1 and 3.
+            __m256i half[P];
+            for (int p = 0; p < P; p++) half[p] = _mm256_srai_epi16(_mm256_slli_epi16(load_codes(w[p][g].codes[j]), 8), 8);
+            for (int r = 0; r < R; r++) {
+                const __m256i two = broadcast4(x + r * width);
+                for (int p = 0; p < P; p++) sums[r][p] = add_products(sums[r][p], half[p], two);
+                asm volatile("" : : : "memory");
+            }
+            for (int p = 0; p < P; p++) half[p] = _mm256_srai_epi16(load_codes(w[p][g].codes[j]), 8);
+            for (int r = 0; r < R; r++) {
+                const __m256i two = broadcast4(x + r * width + 2);
+                for (int p = 0; p < P; p++) sums[r][p] = add_products(sums[r][p], half[p], two);
+                asm volatile("" : : : "memory");
             }
         }
         for (int p = 0; p < P; p++) {
@@ -217,13 +224,13 @@ inline void add_four(const __m256i* codes, const int8_t* x, int64_t width, Int4S
     for (int r = 0; r < R; r++) {
         const __m256i inputs = broadcast4(x + r * width);
         for (int p = 0; p < P; p++) sums[r][p].add(codes[p], inputs);
+        asm volatile("" : : : "memory");
     }
 }
 
 // Column values of one input, without the minimum of their groups.
-inline F8 int4_column(const Int4Group& group, uint32_t inner) {
-    const uint32_t shift = inner % 4 * 8 + (inner < 16 ? 0 : 4);
-    const __m256i codes = _mm256_srl_epi32(load_codes(group.codes[inner / 4 % 4]), _mm_cvtsi32_si128(static_cast<int>(shift)));
+inline F8 int4_column(const Int4Group& group, int row, __m128i shift) {
+    const __m256i codes = _mm256_srl_epi32(load_codes(group.codes[row]), shift);
     const F8 whole = {_mm256_cvtepi32_ps(_mm256_and_si256(codes, _mm256_set1_epi32(15)))};
     return whole * load8(group.scale);
 }
@@ -244,7 +251,7 @@ void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float*
     for (int64_t g = 0; g < rows.groups; g++) {
         Int4Sums sums[R][P];
         for (int p = 0; p < P; p++) prefetch(&w[p][g] + ahead, sizeof(Int4Group));
-#pragma GCC unroll 1
+#pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
             const int8_t* x = codes + g * kGroup + 4 * j;
             __m256i four[P];
@@ -271,8 +278,9 @@ void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float*
     for (int r = 0; r < R; r++) {
         for (int o = 0; o < kOutliers; o++) {
             const Outlier& outlier = rows.outliers(r)[o];
+            const __m128i shift = _mm_cvtsi32_si128(outlier.shift);
             for (int p = 0; p < P; p++) {
-                const F8 column = int4_column(w[p][outlier.input / kGroup], outlier.input % kGroup);
+                const F8 column = int4_column(w[p][outlier.group], outlier.row, shift);
                 totals[r][p] = fma(column, set8(outlier.value), totals[r][p]);
             }
         }
@@ -305,8 +313,9 @@ void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float*
                 }
                 for (int o = 0; o < kOutliers; o++) {
                     const Outlier& outlier = rows.outliers(r)[o];
-                    const Int4Group& group = w[outlier.input / kGroup];
-                    const auto code = static_cast<float>(int4_code(group, c, static_cast<int>(outlier.input % kGroup)));
+                    const Int4Group& group = w[outlier.group];
+                    const uint8_t both = group.codes[outlier.row][4 * c + outlier.shift / 8];
+                    const auto code = static_cast<float>(both >> outlier.shift % 8 & 15);
                     total = code * half_to_float(group.scale[c].bits) * outlier.value + total;
                 }
                 out[r * stride + p * 8 + c] = total;

@@ -250,7 +250,8 @@ void quantize8(const float* x, int64_t width, int8_t* codes, float* scales, Outl
         int inner = 0;
         for (int i = 1; i < kGroup; i++) inner = std::fabs(rest[copy][i]) > std::fabs(rest[copy][inner]) ? i : inner;
         const float value = rest[copy][inner];
-        outliers[o] = {static_cast<uint32_t>(top * kGroup + inner), std::isfinite(value) ? value : NAN};
+        outliers[o] = {static_cast<int32_t>(top), static_cast<int16_t>(inner / 4 % 4),
+                       static_cast<int16_t>(inner % 4 * 8 + (inner < kGroup / 2 ? 0 : 4)), std::isfinite(value) ? value : NAN};
         rest[copy][inner] = 0.0f;
         scales[2 * top] = largest8(magnitude_of_group(rest[copy]));
     }
@@ -261,7 +262,7 @@ void quantize8(const float* x, int64_t width, int8_t* codes, float* scales, Outl
         quantize_group(from, scales[2 * g], 127.0f, whole, scales + 2 * g);
         store_codes(codes + g * kGroup, whole);
     }
-    for (int o = 0; o < kOutliers; o++) scales[2 * (outliers[o].input / kGroup) + 1] += outliers[o].value;
+    for (int o = 0; o < kOutliers; o++) scales[2 * outliers[o].group + 1] += outliers[o].value;
 }
 
 }  // namespace tokenmill

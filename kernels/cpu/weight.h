@@ -61,9 +61,11 @@ struct Weight {
     std::shared_ptr<unsigned char> memory_;
 };
 
-// One value of a row that is left out of its int8 codes.
+// One value of a row that is left out of its int8 codes: where an Int4Group has the codes that it meets.
 struct Outlier {
-    uint32_t input;
+    int32_t group;
+    int16_t row;    // of codes
+    int16_t shift;  // bits of 32, in which a column has four bytes of that row
     float value;
 };
 

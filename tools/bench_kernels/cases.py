@@ -218,6 +218,7 @@ class Attention:
         slots = tables[sequence, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
         starts = torch.arange(self.sequences + 1) * self.tokens
         contexts = torch.full((self.sequences,), context)
+        table_rows = torch.arange(self.sequences)
         step = Step(
             tokens=total,
             sequences=self.sequences,
@@ -227,10 +228,11 @@ class Attention:
             query_starts=starts.data_ptr(),
             context_lens=contexts.data_ptr(),
             block_tables=tables.data_ptr(),
+            table_rows=table_rows.data_ptr(),
         )
         source, into = (0, 1) if self.code == Code.ROPE else (1, 2)
         ops = [Op(code=self.code, input=source, output=into, layer=layer) for layer in range(layers)]
-        kept = (cos, sin, pool, tables, positions, slots, starts, contexts)
+        kept = (cos, sin, pool, tables, table_rows, positions, slots, starts, contexts)
         return Recorded(engine, ops, step, self.work, kept)
 
 

@@ -200,11 +200,11 @@ class Layer:
         ids = torch.cat([self.ids[sequence][begin:end] for sequence, begin, end in parts])
         starts = torch.tensor([0, *accumulate(lengths)])
         contexts = torch.tensor([end for _, _, end in parts])
-        tables = self._tables[[sequence for sequence, _, _ in parts]].contiguous()
+        table_rows = torch.tensor([sequence for sequence, _, _ in parts])
         last_rows = starts[1:] - 1
         logits = torch.empty(len(parts), self.shapes.vocabulary)
-        arrays = (ids, positions, slots, starts, contexts, tables, last_rows, logits)
-        sizes = (len(ids), len(parts), len(parts), tables.shape[1])
+        arrays = (ids, positions, slots, starts, contexts, self._tables, table_rows, last_rows, logits)
+        sizes = (len(ids), len(parts), len(parts), self._tables.shape[1])
         self._engine.run(self._ops, Step(*sizes, *(array.data_ptr() for array in arrays)))
         return logits
 

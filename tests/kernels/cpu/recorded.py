@@ -5,7 +5,9 @@ Both are exact, so that what is seen is what the ops between them did.
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gpu_workers.backend import LoadedWeight
 from gpu_workers.backends.native_cpu import NativeCpuBackend, Value
@@ -27,11 +29,13 @@ class Recorded:
         threads: int = 1,
         kv_dtype: str = "float32",
         kv_shape: tuple[int, int, int, int, int] = (1, 1, 8, 1, 8),
+        head: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
+        """`head`: weight and bias in place of the unit matrix."""
         self.backend = backend = NativeCpuBackend(torch.float32, threads, quantized=True, kv_dtype=kv_dtype)
         table, _ = backend.load_vocabulary(inputs, None)
         op = prepare(backend)
-        unit = backend.load_linear(torch.eye(width), None)
+        unit = backend.load_linear(*(head or (torch.eye(width), None)))
         self.kv = backend.allocate_kv(*kv_shape)
         self._forward = backend.compile(
             lambda batch, kv: backend.logits(op(backend.embed(table, batch), batch, kv), unit)
@@ -40,6 +44,9 @@ class Recorded:
     def run(self, batch: ForwardBatch, kv: NativeKV | None = None) -> torch.Tensor:
         """On the pool `kv`, or one of its own."""
         return self._forward(batch, kv or self.kv)
+
+    def best_ids(self, batch: ForwardBatch) -> NDArray[np.int64]:
+        return self._forward.best_ids(batch, self.kv)
 
     def rows(self, ids: torch.Tensor, logits_rows: torch.Tensor | None = None) -> torch.Tensor:
         """The result for rows `ids` of the inputs, or for `logits_rows` of these; without attention."""

@@ -15,15 +15,20 @@ from kernels.cpu.build import BuildError, build, detect_isa, sanitizer_environme
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TESTS = Path(__file__).resolve().parent
-LAYERS, PRODUCTS, ATTENTION = "test_layer.py", "test_native_ops.py", "test_native_attention.py"
+LAYERS, PRODUCTS, ATTENTION, STEPS = (
+    "test_layer.py",
+    "test_native_ops.py",
+    "test_native_attention.py",
+    "test_native_steps.py",
+)
 
 
 @pytest.mark.parametrize(
     ("portable", "profile", "names"),
     [
-        pytest.param(False, "sanitized-brief", [LAYERS, PRODUCTS], id="brief"),
-        pytest.param(False, "sanitized", [LAYERS, PRODUCTS, ATTENTION], marks=pytest.mark.slow, id="vectors"),
-        pytest.param(True, "sanitized", [LAYERS, PRODUCTS, ATTENTION], marks=pytest.mark.slow, id="portable"),
+        pytest.param(False, "sanitized-brief", [LAYERS, PRODUCTS, STEPS], id="brief"),
+        pytest.param(False, "sanitized", [LAYERS, PRODUCTS, ATTENTION, STEPS], marks=pytest.mark.slow, id="vectors"),
+        pytest.param(True, "sanitized", [LAYERS, PRODUCTS, ATTENTION, STEPS], marks=pytest.mark.slow, id="portable"),
     ],
 )
 def test_the_kernels_tests_pass_under_sanitizers(portable: bool, profile: str, names: list[str]) -> None:

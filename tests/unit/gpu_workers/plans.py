@@ -6,6 +6,8 @@ import numpy as np
 import torch
 
 from gpu_workers.batch import ForwardBatch
+from gpu_workers.prepare import prepare
+from gpu_workers.sampling import argmax
 from ipc.codec import pack_floats, pack_ints
 from ipc.messages import NewRow, SamplingSpec, StepPlan
 
@@ -57,7 +59,20 @@ def plan(step: int, scheduled=(), *, new=(), freed=(), blocks=(), outs=(), ins=(
     )
 
 
-class HashModel:
+def plain_backend() -> SimpleNamespace:
+    """What the runner needs of a backend."""
+    device = torch.device("cpu")
+    return SimpleNamespace(device=device, prepare=lambda rows, scheduled: prepare(rows, scheduled, device))
+
+
+class LogitsModel:
+    """A model that has nothing faster for greedy rows."""
+
+    def best_ids(self, batch: ForwardBatch, kv: torch.Tensor) -> np.ndarray:
+        return argmax(self.forward(batch, kv))
+
+
+class HashModel(LogitsModel):
     """Keeps token ids in its KV pool and gives logits that depend on all of a sequence's tokens and their order.
 
     Whatever goes wrong in slots, block tables or token buffers changes them; `logits_of` computes them from the plain
@@ -66,7 +81,7 @@ class HashModel:
 
     def __init__(self, vocab_size: int, num_blocks: int, block_size: int) -> None:
         self.arch = SimpleNamespace(vocab_size=vocab_size)
-        self.backend = SimpleNamespace(device=torch.device("cpu"))
+        self.backend = plain_backend()
         self.block_size = block_size
         self.kv = torch.full((num_blocks * block_size,), -1, dtype=torch.int64)
         self.batches: list[ForwardBatch] = []

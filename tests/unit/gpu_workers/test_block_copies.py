@@ -16,7 +16,7 @@ from gpu_workers.rows import PlanError
 from gpu_workers.runner import Runner
 from ipc.codec import unpack_ints
 from ipc.messages import StepPlan, StepResult
-from tests.unit.gpu_workers.plans import HashModel, new_row, plan
+from tests.unit.gpu_workers.plans import HashModel, LogitsModel, new_row, plan
 from tests.unit.gpu_workers.tiny import load_tiny, save_tiny
 
 NUM_BLOCKS, NUM_HOST_BLOCKS = 6, 4
@@ -186,7 +186,8 @@ def test_a_request_that_was_swapped_out_and_in_has_the_same_logits(dtype: str, k
     def make_runner() -> Runner:
         kv = model.allocate_kv(20, 16)
         host_kv = model.backend.allocate_host_kv(kv, 8)
-        recorded = SimpleNamespace(arch=model.arch, backend=model.backend, forward=forward)
+        recorded = LogitsModel()
+        recorded.arch, recorded.backend, recorded.forward = model.arch, model.backend, forward
         return Runner(recorded, kv, 20, 16, 2, 128, LocalComm(), host_kv, 8)
 
     alone = make_runner()

@@ -9,17 +9,18 @@ import torch
 from gpu_workers.batch import ForwardBatch
 from gpu_workers.comm import LocalComm
 from gpu_workers.runner import Runner
+from tests.unit.gpu_workers.plans import LogitsModel, plain_backend
 from tests.unit.scheduler_proc.engine import Engine
 from tests.unit.scheduler_proc.fake_worker import VOCABULARY, continuation
 
 MAX_MODEL_LEN = 40
 
 
-class DigestModel:
+class DigestModel(LogitsModel):
     """The fake worker's "model": logits that point at a digest of all tokens which the block table leads to."""
 
     arch = SimpleNamespace(vocab_size=VOCABULARY)
-    backend = SimpleNamespace(device=torch.device("cpu"))
+    backend = plain_backend()
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
