@@ -64,6 +64,7 @@ class Runner:
         self._sampler = SamplerState(max_seqs, model.arch.vocab_size)
         self._copier = BlockCopier(model.backend, kv, num_blocks, host_kv, num_host_blocks)
         self._last_step: int | None = None
+        self._ended = time.perf_counter_ns()
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run one step and its copies; its result on rank 0, None on the others.
@@ -75,7 +76,10 @@ class Runner:
             raise PlanError(f"step {plan.step} was planned after step {self._last_step}")
         self._last_step = plan.step
         with self._copier.copying(plan):
-            return self._step(plan)
+            try:
+                return self._step(plan)
+            finally:
+                self._ended = time.perf_counter_ns()
 
     def _step(self, plan: StepPlan) -> StepResult | None:
         started = time.perf_counter_ns()
@@ -106,6 +110,7 @@ class Runner:
             step=plan.step,
             token_ids=token_ids.astype("<i4").tobytes(),
             logprobs=logprobs,
+            between_us=(started - self._ended) // 1000,
             prepare_us=(prepare_done - started) // 1000,
             forward_us=(forward_done - prepare_done) // 1000,
             sample_us=(time.perf_counter_ns() - forward_done) // 1000,

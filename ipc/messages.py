@@ -309,11 +309,16 @@ class WorkerReady(Message, frozen=True):
 
 
 class StepResult(Message, frozen=True):
-    """Sampled tokens of one step, in the order of the sampling rows of its plan; only rank 0 sends it."""
+    """Sampled tokens of one step, in the order of the sampling rows of its plan; only rank 0 sends it.
+
+    The times are those of rank 0, one after the other: `between_us` from the end of its last step to the start of this
+    one, in which it sends that one's result, waits for the plan and reads it.
+    """
 
     step: int
     token_ids: bytes  # int32
     logprobs: tuple[RawLogprobs | None, ...] = ()  # empty, or as long as token_ids
+    between_us: int = 0
     prepare_us: int = 0
     forward_us: int = 0
     sample_us: int = 0

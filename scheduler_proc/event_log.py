@@ -309,6 +309,7 @@ class Recorder:
         hidden = StepResult(
             result.step,
             synthetic.tobytes(),
+            between_us=result.between_us,
             prepare_us=result.prepare_us,
             forward_us=result.forward_us,
             sample_us=result.sample_us,
