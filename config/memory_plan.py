@@ -170,8 +170,9 @@ def _torch_weight_bytes(arch: ModelArch, dtype: str, has_bfloat16: bool, tp: int
 
 
 def kv_bytes_per_token(arch: ModelArch, dtype: str, tp: int = 1) -> int:
-    """Keys and values of one token position in all layers, on one rank."""
-    return 2 * arch.num_layers * (arch.num_kv_heads // tp) * arch.head_dim * DTYPE_BYTES[dtype]
+    """Keys and values of one token position in all layers, on one rank; each int8 one has a float32 scale."""
+    key = arch.head_dim + 4 if dtype == "int8" else arch.head_dim * DTYPE_BYTES[dtype]
+    return 2 * arch.num_layers * (arch.num_kv_heads // tp) * key
 
 
 def activation_bytes(arch: ModelArch, dtype: str, max_step_tokens: int, max_seqs: int, tp: int = 1) -> int:

@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+KvDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 PolicyName = Literal["fcfs", "priority", "longest-prefix", "fair", "deadline"]
 Preference = Literal["mixed", "prefill", "decode"]
 Shortage = Literal["wait", "recompute", "swap"]
@@ -32,10 +33,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = ()
     dtype: Annotated[DType, Meta(description="number type of activations and float weights")] = "auto"
     kv_dtype: Annotated[
-        DType,
+        KvDType,
         Meta(
             description="number type of the KV cache (auto: float16 with compiled CPU kernels, else that of --dtype): "
-            "half the memory of float32, and half the reading in long contexts"
+            "half the memory of float32, and half the reading in long contexts; int8 half of that again, and less exact"
         ),
     ] = "auto"
     quantization: Annotated[

@@ -28,8 +28,9 @@ def make_backend(
     `threads` is the number of compute threads of this rank (None: torch's choice). With `deterministic`, a row's
     result does not depend on the other rows of its batch. `kernels`: "native" (compiled), "torch", or "auto", which
     takes torch with a warning where the native ones can't be compiled. `quantized`: quantized weights are multiplied
-    as they are, if the kernels can. `kv_dtype` ("float32", "float16" or "bfloat16") is that of the native kernels' KV
-    cache; torch's has `dtype`. `progress` is told in words what takes long. StartError when there is no such backend.
+    as they are, if the kernels can. `kv_dtype` ("float32", "float16", "bfloat16" or "int8") is that of the native
+    kernels' KV cache; torch's has `dtype`. `progress` is told in words what takes long. StartError when there is no
+    such backend.
     """
     if device != "cpu":
         raise StartError(f"--device {device} has no backend here; available: cpu.")

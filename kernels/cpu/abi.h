@@ -51,6 +51,7 @@ enum TmKvType : int32_t {
     TM_KV_FLOAT32 = 0,
     TM_KV_BFLOAT16 = 1,
     TM_KV_FLOAT16 = 2,
+    TM_KV_INT8 = 3,  // each key and each value of a head with a scale of its own
 };
 
 // Shapes of attention and the KV pool.

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 
@@ -180,11 +181,58 @@ void weigh_tile(const float* weights, int64_t stride, int rows, const Values<Ele
     weigh_rows<1, 4>(weights, stride, r, rows, values, out, out_stride);
 }
 
+// Whether the pool's elements are codes, with a scale for each key and value of a head.
+template <class Element>
+constexpr bool kCodes = std::is_same_v<Element, int8_t>;
+
+// A key or value as it is kept, `count` numbers, a multiple of 8; returns the scale of codes.
+template <class Element>
+float to_elements(const float* from, int64_t count, Element* to) {
+    if constexpr (!kCodes<Element>) {
+        for (int64_t i = 0; i < count; i += 8) store8(to + i, load8(from + i));
+        return 1.0f;
+    } else {
+        F8 most = zero8();
+        for (int64_t i = 0; i < count; i += 8) most = max8(most, abs8(load8(from + i)));
+        const float largest = largest8(most);
+        const F8 inverse = set8(largest > 1e-30f ? 127.0f / largest : 0.0f);  // below, it would overflow
+        F8 sum = zero8();
+        for (int64_t i = 0; i < count; i += 8) {
+            const F8 codes = round8(load8(from + i) * inverse);
+            sum = sum + codes;
+            // Codes can't say NaN: the scale does, and all of them are worth that.
+            if (std::isnan(sum8(sum))) return NAN;
+            float whole[8];
+            store8(whole, codes);
+            for (int c = 0; c < 8; c++) to[i + c] = static_cast<int8_t>(whole[c]);
+        }
+        return largest > 1e-30f ? largest / 127.0f : 0.0f;
+    }
+}
+
+// row[key] *= the key's scale, or the value's, for all keys of a tile; `offset`: from a block to the scales.
+template <class Element>
+void scale_tile(const TileBlocks<Element>& tile, int64_t offset, int64_t keys, float* row) {
+    for (int64_t block = 0; block < tile.count; block++, row += keys) {
+        const auto* scales = reinterpret_cast<const float*>(tile.blocks[block] + offset);
+        for (int64_t i = 0; i < keys; i += 8) store8(row + i, load8(row + i) * load8(scales + i));
+    }
+}
+
+int64_t element_bytes(int32_t kv_type) {
+    switch (kv_type) {
+        case TM_KV_FLOAT32: return 4;
+        case TM_KV_INT8: return 1;
+        default: return 2;
+    }
+}
+
 // body(a value of the pool's type)
 template <class Body>
 void with_element(int32_t kv_type, const Body& body) {
     if (kv_type == TM_KV_FLOAT16) body(Half{});
     else if (kv_type == TM_KV_BFLOAT16) body(bf16{});
+    else if (kv_type == TM_KV_INT8) body(int8_t{});
     else body(0.0f);
 }
 
@@ -212,8 +260,9 @@ void merge(float* total, const float* part, int64_t width) {
 KvLayout::KvLayout(const TmAttention& sizes)
     : keys(round_up(sizes.block_size, 8)),
       value_width(round_up(sizes.head_dim, 8)),
-      head_elements(sizes.head_dim * keys + sizes.block_size * value_width),
-      block_bytes(round_up(head_elements * sizes.num_kv_heads * (sizes.kv_type == TM_KV_FLOAT32 ? 4 : 2), 64)) {}
+      scales(sizes.head_dim * keys + sizes.block_size * value_width),
+      head_elements(scales + (sizes.kv_type == TM_KV_INT8 ? 2 * keys * static_cast<int64_t>(sizeof(float)) : 0)),
+      block_bytes(round_up(head_elements * sizes.num_kv_heads * element_bytes(sizes.kv_type), 64)) {}
 
 template <class Element>
 void Attention::write(const TmStep& step, const Buffer& qkv, const Buffer& q, int layer, int64_t token,
@@ -235,8 +284,9 @@ void Attention::write(const TmStep& step, const Buffer& qkv, const Buffer& q, in
     const int64_t padded = layout_.value_width;
     float* values = scratch.scores.data();
     auto* elements = reinterpret_cast<Element*>(values + padded);
-    const auto convert = [&](const float* from) {
-        for (int64_t i = 0; i < padded; i += 8) store8(elements + i, load8(from + i));
+    const auto head_of = [&](int64_t head) { return reinterpret_cast<Element*>(pool) + head * layout_.head_elements; };
+    const auto set_scale = [&](Element* of_head, int64_t index, float scale) {
+        if constexpr (kCodes<Element>) std::memcpy(of_head + layout_.scales + 4 * index, &scale, 4);
     };
     std::fill(values, values + padded, 0.0f);
     for (int64_t head = 0; head < kv_heads; head++, in += dim) {
@@ -244,16 +294,15 @@ void Attention::write(const TmStep& step, const Buffer& qkv, const Buffer& q, in
             values[i] = in[i] * cos[i] - in[i + half] * sin[i];
             values[i + half] = in[i + half] * cos[i] + in[i] * sin[i];
         }
-        convert(values);
-        Element* k = reinterpret_cast<Element*>(pool) + head * layout_.head_elements + offset;
-        for (int64_t i = 0; i < dim; i++) k[i * layout_.keys] = elements[i];
+        Element* k = head_of(head);
+        set_scale(k, offset, to_elements(values, padded, elements));
+        for (int64_t i = 0; i < dim; i++) k[i * layout_.keys + offset] = elements[i];
     }
     for (int64_t head = 0; head < kv_heads; head++, in += dim) {
         std::copy(in, in + dim, values);
-        convert(values);
-        Element* v = reinterpret_cast<Element*>(pool) + head * layout_.head_elements + dim * layout_.keys +
-                     offset * layout_.value_width;
-        std::copy(elements, elements + dim, v);
+        Element* k = head_of(head);
+        set_scale(k, layout_.keys + offset, to_elements(values, padded, elements));
+        std::copy(elements, elements + dim, k + dim * layout_.keys + offset * padded);
     }
 }
 
@@ -355,6 +404,7 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
         for (int r = 0; r < rows; r++) {
             float* row = scratch.scores.data() + r * stride;
             float* state = states + r * state_width();
+            if constexpr (kCodes<Element>) scale_tile(blocks, layout_.scales, layout_.keys, row);
             // Keys after the query, and the places that fill up a block, are seen by nobody.
             if (positions[r] < tile_end * block_size - 1 || layout_.keys != block_size) {
                 for (int64_t block = tile; block < tile_end; block++) {
@@ -379,6 +429,7 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
                 state[width] = largest;
             }
             state[width + 1] += sum8(sum);
+            if constexpr (kCodes<Element>) scale_tile(blocks, layout_.scales + 4 * layout_.keys, layout_.keys, row);
         }
         // Places after the last query may never have been written.
         const int64_t last = std::min(block_size, last_position - (tile_end - 1) * block_size + 1);

@@ -12,12 +12,14 @@
 namespace tokenmill {
 
 // The pool holds, for each block and layer, head by head: K as [head_dim][block size, rounded up to 8], so that scores of
-// 8 keys are computed at once, then V as [block size][head_dim, rounded up to 8].
+// 8 keys are computed at once, then V as [block size][head_dim, rounded up to 8]; of int8 then the float32 scales of the
+// keys, [block size, rounded up to 8], and those of the values.
 struct KvLayout {
     explicit KvLayout(const TmAttention& sizes);
 
     int64_t keys;        // block size, rounded up to 8
     int64_t value_width;  // head_dim, rounded up to 8
+    int64_t scales;  // elements from a head's keys to their scales
     int64_t head_elements;
     int64_t block_bytes;
 };

@@ -48,6 +48,7 @@ class KvType(enum.IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     FLOAT16 = 2
+    INT8 = 3
 
 
 class Codes(enum.IntFlag):

@@ -65,6 +65,9 @@ inline F8 load8(const bf16* p) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16))};
 }
 inline F8 load8(const Half* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+inline F8 load8(const int8_t* p) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
 inline void store8(float* p, F8 x) { _mm256_storeu_ps(p, x.v); }
 inline void store8(Half* p, F8 x) {
     // Both give their second operand where one is NaN.
@@ -129,6 +132,7 @@ inline F8 zero8() { return set8(0.0f); }
 inline F8 load8(const float* p) { return each([&](int i) { return p[i]; }); }
 inline F8 load8(const bf16* p) { return each([&](int i) { return bf16_to_float(p[i]); }); }
 inline F8 load8(const Half* p) { return each([&](int i) { return half_to_float(p[i].bits); }); }
+inline F8 load8(const int8_t* p) { return each([&](int i) { return static_cast<float>(p[i]); }); }
 inline void store8(float* p, F8 x) { std::memcpy(p, x.v, sizeof x.v); }
 inline void store8(Half* p, F8 x) {
     for (int i = 0; i < 8; i++) {

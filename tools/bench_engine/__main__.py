@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from config.arch import read_arch
+from config.memory_plan import kv_bytes_per_token
 from gpu_workers.comm import LocalComm
 from gpu_workers.models import model_class
 from gpu_workers.models.llama import LlamaModel
@@ -15,7 +16,7 @@ from gpu_workers.weights.source import Weights
 from ipc.control import StartError
 from kernels.cpu.build import BuildError
 from tools.bench_engine.measured import MeasuredBackend, make_measured_backend
-from tools.bench_engine.steps import BLOCK_SIZE, MOST_STEPS, Steps, StepTimes, attention_operations, kv_bytes
+from tools.bench_engine.steps import BLOCK_SIZE, MOST_STEPS, Steps, StepTimes, attention_operations
 from tools.bench_kernels.command import check_common, machine_line, say, write_json
 from tools.bench_kernels.limits import Limits, Work, measure_limits, usable_cores
 from tools.simulate.table import render
@@ -110,8 +111,7 @@ class Bench:
             operations["float32_operations"] = operations.get("float32_operations", 0) + attention_operations(
                 arch, seen
             )
-            element = 4 if backend.kv_dtype == "float32" else 2
-            work = Work(backend.weight_bytes() + kv_bytes(arch, kv, element), **operations)
+            work = Work(backend.weight_bytes() + kv * kv_bytes_per_token(arch, backend.kv_dtype), **operations)
             least, bound = self._limits.least_seconds(work)
             return Result(phase, tokens, context, times, rate, work, least / times.interval, bound)
         return Result(phase, tokens, context, times, rate)
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute dtype")
     parser.add_argument(
         "--kv-dtype",
-        choices=("float32", "float16", "bfloat16"),
+        choices=("float32", "float16", "bfloat16", "int8"),
         default="float16",
         help="of the native kernels' KV cache; the server's default, too",
     )

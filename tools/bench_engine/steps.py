@@ -147,8 +147,3 @@ def _medians(samples: list[_Sample], intervals: list[float]) -> StepTimes:
 def attention_operations(arch: ModelArch, seen: float) -> float:
     """Of queries that see so many positions, all queries together, in all layers; two for a multiply-add."""
     return 4.0 * seen * arch.num_layers * arch.num_heads * arch.head_dim
-
-
-def kv_bytes(arch: ModelArch, positions: float, element_bytes: int) -> float:
-    """Keys and values of so many positions, in all layers."""
-    return 2.0 * positions * arch.num_layers * arch.num_kv_heads * arch.head_dim * element_bytes

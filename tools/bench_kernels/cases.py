@@ -180,7 +180,8 @@ class Attention:
 
     @property
     def work(self) -> Work:
-        element = 4 if self.kv_type == KvType.FLOAT32 else 2
+        # of a key or value of a head
+        kept = {KvType.FLOAT32: 4 * HEAD_DIM, KvType.INT8: HEAD_DIM + 4}.get(self.kv_type, 2 * HEAD_DIM)
         total = self.sequences * self.tokens
         if self.code == Code.ROPE:
             # read: q, k and v; three operations for each element of q and k
@@ -188,7 +189,7 @@ class Attention:
         context = self.start + self.tokens
         keys = self.sequences * sum(range(self.start + 1, context + 1))  # causal: of each query those up to itself
         return Work(
-            self.sequences * context * 2 * KV_HEADS * HEAD_DIM * element,
+            self.sequences * context * 2 * KV_HEADS * kept,
             2 * 2 * keys * HEADS * HEAD_DIM,  # scores, and the sum of values
         )
 
@@ -237,7 +238,10 @@ class Attention:
 
 
 def _filled_pool(num_bytes: int, kv_type: KvType) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    """Keys and values of one and the same number, at a multiple of 64; written, since unwritten pages share memory."""
+    """Keys and values of one and the same number, at a multiple of 64; written, since unwritten pages share memory.
+
+    Of int8, the bytes of float32: scales of 0.5, codes of 0 and 63.
+    """
     memory = np.empty(num_bytes + 63, dtype=np.uint8)
     start = -memory.ctypes.data % 64
     pool = memory[start : start + num_bytes]

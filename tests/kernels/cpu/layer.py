@@ -33,6 +33,16 @@ ALIGNMENT = 64
 KV_DTYPES = {KvType.FLOAT32: torch.float32, KvType.BFLOAT16: torch.bfloat16, KvType.FLOAT16: torch.float16}
 
 
+def kept(x: torch.Tensor, kv_type: KvType) -> torch.Tensor:
+    """Keys or values [..., D] float32 as the pool keeps them: int8 with a scale for each, else rounded."""
+    if kv_type != KvType.INT8:
+        return x.to(KV_DTYPES[kv_type])
+    largest = x.abs().amax(-1, keepdim=True)
+    inverse = torch.full_like(largest, 127) / largest  # one division, where a number over a tensor is two operations
+    codes = torch.round(x * torch.where(largest > 0, inverse, 0))
+    return codes.double() * (largest / 127).double()
+
+
 @dataclass(frozen=True)
 class Shapes:
     """What a layer is like; `contexts` are the lengths of its sequences."""
@@ -235,8 +245,7 @@ class Layer:
         heads = qkv.unflatten(-1, (-1, shapes.head_dim))
         q, k, v = heads.split([shapes.heads, shapes.kv_heads, shapes.kv_heads], dim=1)
         q, k = reference.apply_rope(q, cos, sin), reference.apply_rope(k, cos, sin)
-        kept = KV_DTYPES[shapes.kv_type]
-        k, v = k.to(kept).double(), v.to(kept).double()
+        k, v = (kept(part, shapes.kv_type).double() for part in (k, v))
         table = torch.zeros(1, 1, dtype=torch.int32)
         attention = reference.paged_attention(q, k, v, table, context, [0, context], [context]).flatten(1)
         added = self._linear(attention, self._output_values)

@@ -18,7 +18,7 @@ def tolerance(shapes: Shapes) -> float:
     """Share of the largest logit: a value at the edge of two codes or short floats may fall to the other side."""
     if shapes.quantized:
         return 3e-2 if shapes.kind == Kind.INT4 else 5e-3
-    return {KvType.FLOAT32: 2e-5, KvType.FLOAT16: 3e-4, KvType.BFLOAT16: 2e-3}[shapes.kv_type]
+    return {KvType.FLOAT32: 2e-5, KvType.FLOAT16: 3e-4, KvType.BFLOAT16: 2e-3, KvType.INT8: 2e-2}[shapes.kv_type]
 
 
 @EXAMPLES

@@ -18,7 +18,9 @@ from gpu_workers.backends.native_cpu import NativeCpuBackend, Value
 from gpu_workers.backends.native_kv import NativeKV
 from gpu_workers.batch import ForwardBatch
 from kernels import reference
+from kernels.cpu.library import KvType
 
+from .layer import kept
 from .recorded import Op, Prepare, Recorded
 
 EXAMPLES = settings(max_examples=settings.default.max_examples // 4, deadline=None)
@@ -85,7 +87,7 @@ def shapes(draw: st.DrawFn) -> Shapes:
         group=group,
         head_dim=draw(st.sampled_from([10, 20, 64, 80, 128])),
         block_size=draw(st.sampled_from([1, 8, 16, 24, 128])),
-        kv_dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+        kv_dtype=draw(st.sampled_from(["float32", "bfloat16", "float16", "int8"])),
         seed=draw(st.integers(0, 1 << 30)),
     )
 
@@ -174,8 +176,7 @@ class Sequences:
     def expected(self, parts: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """The oracle's results in float64, and the largest value of each sequence's V for each row."""
         q, k, v = self.rotated()
-        kept = getattr(torch, self.shapes.kv_dtype)
-        k, v = k.to(kept), v.to(kept)
+        k, v = (kept(part, KvType[self.shapes.kv_dtype.upper()]) for part in (k, v))
         whole = self.batch([(sequence, 0, context) for sequence, context in enumerate(self.shapes.contexts)])
         pools = [torch.zeros(self.num_blocks * self.shapes.block_size, *k.shape[1:]).double() for _ in range(2)]
         for pool, values in zip(pools, (k, v), strict=True):

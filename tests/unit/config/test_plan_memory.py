@@ -101,6 +101,8 @@ def test_published_models(arch: ModelArch, parameters: int, kv_bytes: int) -> No
     assert parameter_count(arch) == parameters
     assert kv_bytes_per_token(arch, "bfloat16") == kv_bytes
     assert kv_bytes_per_token(arch, "float32") == 2 * kv_bytes
+    scales = 2 * arch.num_layers * arch.num_kv_heads * 4
+    assert kv_bytes_per_token(arch, "int8") == kv_bytes // 2 + scales
 
 
 def test_ranks_share_matrices_and_kv_heads_but_not_norms() -> None:

@@ -57,8 +57,9 @@ def test_bfloat16_without_its_instructions_holds_weights_as_float32() -> None:
 
 def test_the_kv_cache_has_a_number_type_of_its_own_with_compiled_kernels() -> None:
     with_compiler = msgspec.structs.replace(OLD_MACHINE, has_compiler=True)
-    bytes_per_token = {"float32": 46_080, "float16": 23_040, "bfloat16": 23_040}  # 2 x 30 layers x 3 heads x 64
-    for asked, held in [("auto", "float16"), ("float32", "float32"), ("bfloat16", "bfloat16")]:
+    # 2 x 30 layers x 3 heads x 64, and for int8 a scale of 4 bytes
+    bytes_per_token = {"float32": 46_080, "float16": 23_040, "bfloat16": 23_040, "int8": 12_240}
+    for asked, held in [("auto", "float16"), *((dtype, dtype) for dtype in ("float32", "bfloat16", "int8"))]:
         resolved = settle("--kv-dtype", asked, machine=with_compiler)
         assert resolved.config.model.kv_dtype == held
         assert resolved.plan.kv_bytes_per_token == bytes_per_token[held]

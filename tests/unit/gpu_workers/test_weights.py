@@ -14,7 +14,8 @@ from config.gguf_file import GGUFFile
 from gpu_workers.weights.gguf import dequantize
 from ipc.control import StartError
 from tests.unit.gpu_workers.tiny import load_tiny, save_tiny, whole_logits
-from tools import score
+from tools.score.model import load
+from tools.score.reference import TOLERANCES, score_rows
 
 QUANTIZED = ["Q4_0", "Q4_1", "Q8_0", "F16", "BF16"]
 TOKENS = [5, 17, 99, 3, 3, 64, 120, 0]
@@ -91,7 +92,7 @@ def _reference(shared_dir: Path) -> list[dict[str, object]]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_short_reference_rows(dtype: str, model_path: Path, shared_dir: Path) -> None:
     rows = sorted(_reference(shared_dir), key=lambda row: len(row["prompt_ids"]) + len(row["output_ids"]))[:8]  # type: ignore[arg-type]
-    result = score.score_rows(score.load(model_path, dtype, 1), rows, score.TOLERANCES[dtype])
+    result = score_rows(load(model_path, dtype, 1), rows, TOLERANCES[dtype])
     assert (result.rows_ok, result.mismatches) == (8, [])
     assert max(result.errors) < {"float32": 5e-4, "bfloat16": 1.0}[dtype]
 
@@ -99,5 +100,5 @@ def test_short_reference_rows(dtype: str, model_path: Path, shared_dir: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_reference_rows(dtype: str, model_path: Path, shared_dir: Path) -> None:
-    result = score.score_rows(score.load(model_path, dtype, 1), _reference(shared_dir), score.TOLERANCES[dtype])
+    result = score_rows(load(model_path, dtype, 1), _reference(shared_dir), TOLERANCES[dtype])
     assert (result.rows_ok, result.mismatches) == (40, [])

@@ -9,7 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.unit.gpu_workers.tiny import save_tiny
-from tools import score
+from tools.score import __main__ as command
+from tools.score.model import load
+from tools.score.reference import score_rows
 
 PROMPTS = [[5, 17, 99], [3], list(range(40, 75))]
 
@@ -40,7 +42,7 @@ def rows(model_dir: Path) -> list[dict[str, Any]]:
 
 def run(model_dir: Path, rows: list[dict[str, Any]], path: Path) -> int:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return score.main(["--model", str(model_dir), "--reference", str(path), "--threads", "1"])
+    return command.main(["--model", str(model_dir), "--reference", str(path), "--threads", "1"])
 
 
 def test_a_reference_of_transformers_has_no_mismatch(
@@ -70,18 +72,18 @@ def test_a_close_call_may_go_either_way(model_dir: Path, rows: list[dict[str, An
     planted = json.loads(json.dumps(rows[1]))
     planted["output_ids"][-1] = (planted["output_ids"][-1] + 1) % 131
     planted["margins"][-1] = 0.0009
-    result = score.score_rows(score.load(model_dir, "float32", 1), [planted], 0.001)
+    result = score_rows(load(model_dir, "float32", 1), [planted], 0.001)
     assert (result.rows_ok, result.rows_equal, result.mismatches) == (1, 0, [])
 
 
 def test_a_wrong_log_probability_shows_in_the_errors(model_dir: Path, rows: list[dict[str, Any]]) -> None:
-    model = score.load(model_dir, "float32", 1)
-    exact = score.score_rows(model, rows, 0.001)
+    model = load(model_dir, "float32", 1)
+    exact = score_rows(model, rows, 0.001)
     assert len(exact.errors) == 3 * 12 * 5
     assert max(exact.errors) < 1e-4
     planted = json.loads(json.dumps(rows))
     planted[2]["top5"][4][3][1] += 0.25
-    errors = sorted(score.score_rows(model, planted, 0.001).errors)
+    errors = sorted(score_rows(model, planted, 0.001).errors)
     assert errors[-1] == pytest.approx(0.25, abs=1e-4)
     assert errors[-2] < 1e-4
 
@@ -96,11 +98,11 @@ def test_a_reference_that_cannot_be_used_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(text)
-    assert score.main(["--model", str(model_dir), "--reference", str(tmp_path / "rows.jsonl")]) == 2
+    assert command.main(["--model", str(model_dir), "--reference", str(tmp_path / "rows.jsonl")]) == 2
     assert problem in capsys.readouterr().err
 
 
 def test_a_missing_model_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    assert score.main(["--model", str(tmp_path / "no"), "--reference", str(tmp_path / "rows.jsonl")]) == 2
+    assert command.main(["--model", str(tmp_path / "no"), "--reference", str(tmp_path / "rows.jsonl")]) == 2
     assert "no such directory or .gguf file" in capsys.readouterr().err
