@@ -1,7 +1,9 @@
 """Putting a rank together: backend, weights, KV pool, warm-up, and the link over which it takes plans."""
 
+import ctypes
 import gc
 import threading
+from contextlib import suppress
 
 from config.schema import ChildSpec
 from gpu_workers.backends import make_backend
@@ -57,6 +59,7 @@ class Worker:
         self._comm = make_comm(spec.index, settings.tp, spec.rendezvous_port)
         control.stage("loading weights", 0.0)
         self._model = load_model(spec, backend, self._comm, control.stage)
+        _give_back_memory()
         control.stage("allocating KV")
         self._kv = self._model.allocate_kv(spec.num_blocks, config.scheduler.block_size)
         self._host_kv = backend.allocate_host_kv(self._kv, spec.num_host_blocks)
@@ -104,3 +107,10 @@ class Worker:
             return run_plans(link, self._runner, stop)
         finally:
             link.close()
+
+
+def _give_back_memory() -> None:
+    """What loading took and needs no more goes back to the system; glibc would keep it, as much as half the weights."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

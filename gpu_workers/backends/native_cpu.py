@@ -154,7 +154,8 @@ class NativeCpuBackend(Backend):
         return packed, packed if head is None else self._pack(head, None)
 
     def load_norm(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.to(self.dtype).float().contiguous()
+        # A copy: a view would keep the whole file mapped.
+        return weight.to(self.dtype).to(torch.float32, copy=True).contiguous()
 
     def _pack(self, weight: LoadedWeight, bias: torch.Tensor | None) -> PackedWeight:
         if isinstance(weight, QuantizedWeight):
