@@ -11,9 +11,9 @@ from config.schema import Config, ModelArch, ModelConfig, WeightFormat
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-# Of one weight in the matrices of the compiled CPU kernels; scales (and minimums) of 32 weights: float16 (int4, two) or
-# float32 (int8, one).
-_KEPT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 32, "int4": 0.5 + 2 * 2 / 32}
+# Of one weight in the matrices of the compiled CPU kernels; scales (and minimums) of 32 weights are float16, one for
+# int8, two for int4.
+_KEPT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 2 / 32, "int4": 0.5 + 2 * 2 / 32}
 
 # Resident size of a rank with torch loaded and no model, and of each other process; measured with torch 2.13 for CPUs.
 RANK_RUNTIME = 350 << 20

@@ -224,7 +224,7 @@ class PackedWeight:
 
     @classmethod
     def from_int8(cls, library: ctypes.CDLL, codes: torch.Tensor, scales: torch.Tensor) -> "PackedWeight":
-        """codes [N, K] int8; scales [N, K / 32]."""
+        """codes [N, K] int8; scales [N, K / 32], kept as half floats."""
         packed = cls(library, Kind.INT8, *codes.shape)
         parts = codes.contiguous(), scales.float().contiguous()
         library.tm_weight_pack_int8(packed.pointer, *(part.data_ptr() for part in parts))

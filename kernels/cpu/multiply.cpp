@@ -177,7 +177,8 @@ void multiply_int8(const Weight& weight, const Rows& rows, int64_t panel, float*
                     const int16_t* x = rows.codes16() + (r * rows.groups + g) * kGroup;
                     int32_t sum = 0;
                     for (int i = 0; i < kGroup; i++) sum += w[g].codes[i / 4][4 * c + i % 4] * x[i / 4 * 4 + order[i % 4]];
-                    total = static_cast<float>(sum) * (w[g].scale[c] * rows.scales16()[2 * (r * rows.groups + g)]) + total;
+                    const float scale = half_to_float(w[g].scale[c].bits) * rows.scales16()[2 * (r * rows.groups + g)];
+                    total = static_cast<float>(sum) * scale + total;
                 }
                 out[r * stride + p * 8 + c] = total;
             }

@@ -154,7 +154,7 @@ void Weight::pack_int8(const int8_t* codes, const float* scales) {
         Int8Group* to = groups_of<Int8Group>(*this, row / 8);
         for (int64_t g = 0; g < groups; g++) {
             const int8_t* from = codes + row * k + g * kGroup;
-            to[g].scale[c] = scales[row * groups + g];
+            to[g].scale[c] = {float_to_half(scales[row * groups + g])};
             for (int j = 0; j < 8; j++) std::memcpy(&to[g].codes[j][4 * c], from + 4 * j, 4);
         }
     }
@@ -189,7 +189,7 @@ void Weight::read_row(int64_t index, float* out) const {
             for (int64_t i = 0; i < k; i++) {
                 const Int8Group& group = groups[i / kGroup];
                 const int64_t inner = i % kGroup;
-                out[i] = static_cast<float>(group.codes[inner / 4][4 * c + inner % 4]) * group.scale[c];
+                out[i] = static_cast<float>(group.codes[inner / 4][4 * c + inner % 4]) * half_to_float(group.scale[c].bits);
             }
             return;
         }

@@ -27,10 +27,10 @@ static_assert(sizeof(Int4Group) == 160);
 
 // Likewise of an int8 weight, codes -128..127: value = code * scale; codes[j][4 c + i]: column c, input 4 j + i.
 struct Int8Group {
-    float scale[8];
+    Half scale[8];
     int8_t codes[8][32];
 };
-static_assert(sizeof(Int8Group) == 288);
+static_assert(sizeof(Int8Group) == 272);
 
 // An [N, K] weight, panel after panel, each panel input after input. Float panels have 16 columns: of float32 two
 // vectors an input, of bfloat16 one vector of pairs (column i in the lower half, column 8 + i in the upper).
