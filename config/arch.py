@@ -47,11 +47,7 @@ def _from_directory(path: Path) -> ModelArch:
         )
     quantization = read_quantization(config, str(config_path))
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    max_position = fields.integer("max_position_embeddings", 2048)
-    window = config.get("sliding_window")
-    if window is not None and (architecture != "Qwen2ForCausalLM" or config.get("use_sliding_window")):
-        # A window that never fills is no window: serve the lengths at which it makes no difference.
-        max_position = min(max_position, fields.integer("sliding_window"))
+    num_layers = fields.integer("num_hidden_layers")
     attention_bias = fields.flag("attention_bias")
     tensors = safetensors_headers(path)
     formats, num_parameters = safetensors_formats(tensors, quantization)
@@ -59,15 +55,16 @@ def _from_directory(path: Path) -> ModelArch:
         ModelArch(
             family=_FAMILIES[architecture],
             hidden_size=hidden_size,
-            num_layers=fields.integer("num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=fields.integer("num_key_value_heads", num_heads),
             head_dim=fields.integer("head_dim", hidden_size // num_heads),
             intermediate_size=fields.integer("intermediate_size"),
             vocab_size=fields.integer("vocab_size"),
-            max_position=max_position,
+            max_position=fields.integer("max_position_embeddings", 2048),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=_rope_from_config(fields),
+            windows=_windows_from_config(fields, architecture, num_layers),
             tie_embeddings=fields.flag("tie_word_embeddings"),
             qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
             o_bias=attention_bias and architecture == "LlamaForCausalLM",
@@ -89,6 +86,28 @@ def _activation(source: str, name: Any) -> str:
     if not isinstance(name, str) or name not in kinds:
         raise ValueError(f"{source}: hidden_act {name!r} is not supported; supported: {', '.join(kinds)}")
     return kinds[name]
+
+
+def _windows_from_config(fields: Fields, architecture: str, num_layers: int) -> tuple[int, ...]:
+    """As transformers reads them: Mistral's window is every layer's, Qwen2's that of its last layers or those named."""
+    mistral, qwen2 = architecture == "MistralForCausalLM", architecture == "Qwen2ForCausalLM"
+    used = mistral or (qwen2 and fields.flag("use_sliding_window"))
+    absent = 4096  # transformers' window where there is no such setting; null is no window
+    if not used or fields.values.get("sliding_window", absent) is None:
+        return ()
+    window = fields.integer("sliding_window", absent)
+    if mistral:
+        return (window,) * num_layers
+    types = fields.values.get("layer_types")
+    if types is None:
+        whole = min(fields.integer("max_window_layers", 28, least=0), num_layers)
+        return (0,) * whole + (window,) * (num_layers - whole)
+    names = {"full_attention": 0, "sliding_attention": window}
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in tuple(names) for kind in types):
+        raise ValueError(
+            f"{fields.source}: layer_types is not a list of {num_layers} of {', '.join(names)}, one for each layer"
+        )
+    return tuple(names[kind] for kind in types)
 
 
 def _rope_from_config(fields: Fields) -> RopeConfig:
@@ -176,6 +195,9 @@ def _from_gguf(file: GGUFFile) -> ModelArch:
     if embedding is None or len(embedding.shape) != 2:
         raise ValueError(f"{file.path}: there is no token_embd.weight matrix in this file")
     hidden_size, num_heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    num_layers = fields.integer("block_count")
+    # For Qwen2 this would not say which layers have it.
+    window = fields.integer("attention.sliding_window", 0, least=0) if architecture == "llama" else 0
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise ValueError(f"{file.path}: keys and values of different head sizes are not supported")
@@ -190,7 +212,7 @@ def _from_gguf(file: GGUFFile) -> ModelArch:
         ModelArch(
             family=_GGUF_FAMILIES[architecture],
             hidden_size=hidden_size,
-            num_layers=fields.integer("block_count"),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
             head_dim=head_dim,
@@ -199,6 +221,7 @@ def _from_gguf(file: GGUFFile) -> ModelArch:
             max_position=fields.integer("context_length"),
             rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon", 1e-5),
             rope=_rope_from_gguf(fields),
+            windows=(window,) * num_layers if window else (),
             tie_embeddings="output.weight" not in tensors,
             qkv_bias="blk.0.attn_q.bias" in tensors,
             o_bias="blk.0.attn_output.bias" in tensors,

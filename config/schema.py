@@ -288,6 +288,7 @@ class ModelArch(Struct, frozen=True, kw_only=True):
     max_position: int
     rms_norm_eps: float = 1e-5
     rope: RopeConfig = RopeConfig()
+    windows: tuple[int, ...] = ()  # by layer: last positions that a token attends to, 0 for all; empty: all in each
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False

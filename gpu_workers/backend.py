@@ -141,8 +141,12 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def attention(self, q: Array, kv: Any, layer: int, batch: ForwardBatch) -> Array:
-        """Causal attention over the paged pool -> [T, H * D]."""
+    def attention(self, q: Array, kv: Any, layer: int, batch: ForwardBatch, window: int = 0) -> Array:
+        """Causal attention over the paged pool -> [T, H * D].
+
+        The query at position p attends to the positions 0..p of its sequence or, with a window, to the last `window` of
+        them.
+        """
 
     @abstractmethod
     def all_reduce(self, x: Array, comm: Comm) -> Array:

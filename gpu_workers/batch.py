@@ -9,8 +9,8 @@ import torch
 class ForwardBatch:
     """T tokens of B sequences; sequence i owns the flat tokens `query_starts[i]:query_starts[i + 1]`.
 
-    The attention of a token at position p covers the positions 0..p of its own sequence: those before the chunk are
-    already in the KV pool, those of the chunk are written by this forward before they are read.
+    The attention of a token at position p covers no more than the positions 0..p of its own sequence: those before the
+    chunk are already in the KV pool, those of the chunk are written by this forward before they are read.
     """
 
     token_ids: torch.Tensor  # [T] int64

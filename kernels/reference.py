@@ -111,11 +111,13 @@ def paged_attention(
     block_size: int,
     query_starts: list[int],
     context_lens: list[int],
+    window: int = 0,
 ) -> torch.Tensor:
     """Causal attention of q [T, H, D] over pools [slots, G, D] -> [T, H, D], scaled by 1 / sqrt(D).
 
     Sequence i owns the flat queries query_starts[i]:query_starts[i + 1], which are the last of its context_lens[i]
-    positions; position p lies in slot block_tables[i, p // block_size] * block_size + p % block_size.
+    positions; position p lies in slot block_tables[i, p // block_size] * block_size + p % block_size. With a sliding
+    window (Jiang et al. 2023, Mistral 7B) the query at position p attends to the last `window` of the positions 0..p.
     """
     num_heads, head_dim = q.shape[1:]
     repeats = num_heads // k_pool.shape[1]
@@ -128,6 +130,8 @@ def paged_attention(
         v = v_pool[slots].repeat_interleave(repeats, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q[start:end], k) / math.sqrt(head_dim)
         query_positions = torch.arange(context - (end - start), context)
-        scores = scores.masked_fill(positions[None, :] > query_positions[:, None], -math.inf)
+        behind = query_positions[:, None] - positions[None, :]
+        hidden = (behind < 0) | (behind >= window) if window else behind < 0
+        scores = scores.masked_fill(hidden, -math.inf)
         outputs[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
     return outputs

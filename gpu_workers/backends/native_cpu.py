@@ -287,10 +287,10 @@ class NativeCpuBackend(Backend):
         record.add(Code.ROPE, input=record.use(qkv), output=record.use(out), layer=layer)
         return out
 
-    def attention(self, q: Value, kv: NativeKV, layer: int, batch: ForwardBatch) -> Value:
+    def attention(self, q: Value, kv: NativeKV, layer: int, batch: ForwardBatch, window: int = 0) -> Value:
         record = self._record
         out = record.output("attention", record.buffers[q.buffer].width)
-        record.add(Code.ATTENTION, input=record.use(q), output=record.use(out), layer=layer)
+        record.add(Code.ATTENTION, input=record.use(q), output=record.use(out), layer=layer, window=window)
         return out
 
     def all_reduce(self, x: Value, comm: Comm) -> Value:

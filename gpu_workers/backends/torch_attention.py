@@ -3,13 +3,14 @@
 The keys of a sequence are cut into tiles counted from position 0. For each tile a row has a partial result (its
 largest score, its sum of exponentials, its weighted values), computed by products of fixed inner sizes with a multiple
 of 4 rows (see `torch_cpu`); a second pass weighs the partial results against the row's largest score (Dao et al. 2023,
-split-KV "flash decoding") and adds them up pairwise in an order that tiles beyond the row's last one, which weigh
-exactly 0, do not change. So it makes no difference whether a token is decoded alone, in a batch, or in the middle of a
-prefill chunk.
+split-KV "flash decoding") and adds them up pairwise in an order that tiles beyond the row's last one or in front of its
+window, which weigh exactly 0, do not change. So it makes no difference whether a token is decoded alone, in a batch, or
+in the middle of a prefill chunk.
 """
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -80,12 +81,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(slots=True, frozen=True)
 class _Decode:
-    """All sequences with one query. P pairs of a row and one of its tiles, row by row; R rows of up to N tiles."""
+    """All sequences with one query. P pairs of a row and a tile that it sees, row by row; R rows of up to N tiles."""
 
     tokens: torch.Tensor  # [R] flat token of each row
     pair_rows: torch.Tensor  # [P]
     head_blocks: torch.Tensor  # [G * P * tile blocks]
-    hidden: torch.Tensor  # [P, 1, tile] bool: positions beyond the row's context
+    hidden: torch.Tensor  # [P, 1, tile] bool: positions beyond the row's context or in front of its window
     pairs: (
         torch.Tensor | None
     )  # [R * N] pair of each row and tile, P where there is none; None if all rows have N tiles
@@ -99,42 +100,63 @@ class _Chunk:
     start: int  # flat token
     count: int
     first_position: int
-    head_blocks: torch.Tensor  # [G * tiles * tile blocks]
+    first_tile: int  # that a query sees
+    head_blocks: torch.Tensor  # [G * tiles from the first on * tile blocks]
+    window: int
+
+
+@dataclass(slots=True, frozen=True)
+class _Queries:
+    """Those of a batch, for the layers of one window."""
+
+    decode: _Decode | None
+    chunks: list[_Chunk]
 
 
 @dataclass(slots=True, frozen=True)
 class AttentionPlan:
-    """What all layers of one forward share."""
+    """What the layers of one forward share."""
 
     batch: ForwardBatch
     cos: torch.Tensor  # [T, 1, D] float32
     sin: torch.Tensor
     head_slots: torch.Tensor  # [G * T] int64: rows of the pool of one layer seen as [G * slots, D]
-    decode: _Decode | None
-    chunks: list[_Chunk]
+    queries: dict[int, _Queries]  # by window, as the layers ask for them
 
     @classmethod
     def build(cls, batch: ForwardBatch, kv: PagedKV, cos: torch.Tensor, sin: torch.Tensor) -> "AttentionPlan":
         heads = torch.arange(kv.num_kv_heads)[:, None] * (kv.num_blocks * kv.block_size)
-        counts = [end - start for start, end in zip(batch.query_starts, batch.query_starts[1:], strict=False)]
-        single = [index for index, count in enumerate(counts) if count == 1]
         return cls(
             batch=batch,
             cos=cos[batch.positions].repeat(1, 2)[:, None],
             sin=sin[batch.positions].repeat(1, 2)[:, None],
             head_slots=(heads + batch.slots).flatten(),
-            decode=_plan_decode(batch, kv, single) if single else None,
-            chunks=[_plan_chunk(batch, kv, index) for index, count in enumerate(counts) if count > 1],
+            queries={},
         )
 
+    def queries_of(self, kv: PagedKV, window: int) -> _Queries:
+        """Planned once for all layers with this window; 0: none."""
+        if window not in self.queries:
+            counts = [end - start for start, end in pairwise(self.batch.query_starts)]
+            single = [index for index, count in enumerate(counts) if count == 1]
+            several = [index for index, count in enumerate(counts) if count > 1]
+            self.queries[window] = _Queries(
+                decode=_plan_decode(self.batch, kv, single, window) if single else None,
+                chunks=[_plan_chunk(self.batch, kv, index, window) for index in several],
+            )
+        return self.queries[window]
 
-def _plan_decode(batch: ForwardBatch, kv: PagedKV, sequences: list[int]) -> _Decode:
+
+def _plan_decode(batch: ForwardBatch, kv: PagedKV, sequences: list[int], window: int) -> _Decode:
     tile_blocks, tile = kv.tile_blocks, kv.tile_blocks * kv.block_size
     contexts = torch.tensor([batch.context_lens[index] for index in sequences])
-    tiles = (contexts + tile - 1) // tile
+    first_seen = (contexts - window).clamp(min=0) if window else torch.zeros_like(contexts)
+    first_tiles = first_seen // tile
+    tiles = (contexts + tile - 1) // tile - first_tiles
     num_rows, num_tiles, num_pairs = len(sequences), int(tiles.max()), int(tiles.sum())
     pair_rows = torch.repeat_interleave(torch.arange(num_rows), tiles)
-    pair_tiles = torch.arange(num_pairs) - (tiles.cumsum(0) - tiles)[pair_rows]
+    pair_places = torch.arange(num_pairs) - (tiles.cumsum(0) - tiles)[pair_rows]
+    pair_tiles = pair_places + first_tiles[pair_rows]
     pair_contexts = contexts[pair_rows][:, None]
     block_indices = pair_tiles[:, None] * tile_blocks + torch.arange(tile_blocks)
     tables = batch.block_tables[torch.tensor(sequences)]
@@ -143,39 +165,51 @@ def _plan_decode(batch: ForwardBatch, kv: PagedKV, sequences: list[int]) -> _Dec
     pairs = None
     if num_pairs != num_rows * num_tiles:
         pairs = torch.full((num_rows, num_tiles), num_pairs)
-        pairs[pair_rows, pair_tiles] = torch.arange(num_pairs)
+        pairs[pair_rows, pair_places] = torch.arange(num_pairs)
         pairs = pairs.flatten()
+    key_positions = pair_tiles[:, None] * tile + torch.arange(tile)
     return _Decode(
         tokens=torch.tensor([batch.query_starts[index] for index in sequences]),
         pair_rows=pair_rows,
         head_blocks=kv.head_blocks(blocks),
-        hidden=(pair_tiles[:, None] * tile + torch.arange(tile) >= pair_contexts)[:, None],
+        hidden=((key_positions >= pair_contexts) | (key_positions < first_seen[pair_rows][:, None]))[:, None],
         pairs=pairs,
         num_tiles=num_tiles,
     )
 
 
-def _plan_chunk(batch: ForwardBatch, kv: PagedKV, index: int) -> _Chunk:
+def _plan_chunk(batch: ForwardBatch, kv: PagedKV, index: int, window: int) -> _Chunk:
     start, end = batch.query_starts[index], batch.query_starts[index + 1]
     context = batch.context_lens[index]
     num_blocks = -(-context // kv.block_size)
     blocks = torch.zeros(-(-num_blocks // kv.tile_blocks) * kv.tile_blocks, dtype=torch.int64)
     blocks[:num_blocks] = batch.block_tables[index, :num_blocks]
-    return _Chunk(start, end - start, context - (end - start), kv.head_blocks(blocks))
+    first_position = context - (end - start)
+    first_tile = _first_seen(first_position, window) // (kv.tile_blocks * kv.block_size)
+    head_blocks = kv.head_blocks(blocks[first_tile * kv.tile_blocks :])
+    return _Chunk(start, end - start, first_position, first_tile, head_blocks, window)
 
 
-def attend(q: torch.Tensor, kv: PagedKV, layer: int, plan: AttentionPlan) -> torch.Tensor:
-    """q [T, H, D], rotated -> [T, H * D] in float32; the batch's own K and V are in the pool already."""
+def _first_seen(position: int, window: int) -> int:
+    return max(0, position - window + 1) if window else 0
+
+
+def attend(q: torch.Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, window: int = 0) -> torch.Tensor:
+    """q [T, H, D], rotated -> [T, H * D] in float32; the batch's own K and V are in the pool already.
+
+    A query sees the last `window` positions up to its own; 0: all of them.
+    """
+    queries = plan.queries_of(kv, window)
     tokens, num_heads, head_dim = q.shape
     grouped = q.view(tokens, kv.num_kv_heads, -1, head_dim).float() * (1.0 / math.sqrt(head_dim))
     if kv.head_dim > head_dim:
         grouped = F.pad(grouped, (0, kv.head_dim - head_dim))
-    if plan.decode is not None and not plan.chunks:
-        return _attend_decode(grouped, kv, layer, plan.decode)[..., :head_dim].reshape(tokens, -1)
+    if queries.decode is not None and not queries.chunks:
+        return _attend_decode(grouped, kv, layer, queries.decode)[..., :head_dim].reshape(tokens, -1)
     output = torch.empty_like(grouped)
-    if plan.decode is not None:
-        output[plan.decode.tokens] = _attend_decode(grouped[plan.decode.tokens], kv, layer, plan.decode)
-    for chunk in plan.chunks:
+    if queries.decode is not None:
+        output[queries.decode.tokens] = _attend_decode(grouped[queries.decode.tokens], kv, layer, queries.decode)
+    for chunk in queries.chunks:
         end = chunk.start + chunk.count
         output[chunk.start : end] = _attend_chunk(grouped[chunk.start : end], kv, layer, chunk)
     return output[..., :head_dim].reshape(tokens, num_heads * head_dim)
@@ -218,23 +252,41 @@ def _attend_chunk(q: torch.Tensor, kv: PagedKV, layer: int, chunk: _Chunk) -> to
         queries[:, :count] = q[begin : begin + count].transpose(0, 1)
         first = chunk.first_position + begin
         positions = torch.arange(first, first + queries.shape[1])
-        num_tiles = (first + count - 1) // tile + 1
-        result = _attend_tiles(queries.flatten(1, 2), keys[:, :num_tiles], values[:, :num_tiles], positions, heads)
+        first_tile, end_tile = _first_seen(first, chunk.window) // tile, (first + count - 1) // tile + 1
+        seen = slice(first_tile - chunk.first_tile, end_tile - chunk.first_tile)
+        result = _attend_tiles(
+            queries.flatten(1, 2), keys[:, seen], values[:, seen], positions, heads, first_tile, chunk.window
+        )
         output[begin : begin + count] = result.view(groups, -1, heads, head_dim)[:, :count].transpose(0, 1)
     return output
 
 
 def _attend_tiles(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, heads: int
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    heads: int,
+    first_tile: int,
+    window: int,
 ) -> torch.Tensor:
-    """q [G, tokens * heads, D] at `positions` [tokens] over keys and values [G, N, tile, D] -> the shape of q."""
+    """q [G, tokens * heads, D] at `positions` [tokens] over keys and values [G, N, tile, D] -> the shape of q.
+
+    The N tiles are those from `first_tile` on; the ones before it no query sees.
+    """
     groups, rows, head_dim = q.shape
     num_tiles, tile = keys.shape[1:3]
     scores = torch.bmm(q, keys.flatten(1, 2).transpose(1, 2)).view(groups, rows, num_tiles, tile)
-    seen_by_all = (int(positions[0]) + 1) // tile  # tiles that end at or before the first query
-    late = torch.arange(seen_by_all * tile, num_tiles * tile).view(-1, tile)
-    hidden = (late > positions.repeat_interleave(heads)[:, None, None]).expand(groups, -1, -1, -1)
-    scores[:, :, seen_by_all:].masked_fill_(hidden, -math.inf)
+    row_positions = positions.repeat_interleave(heads)[:, None, None]
+    key_positions = torch.arange(first_tile * tile, (first_tile + num_tiles) * tile).view(-1, tile)
+    not_late = (int(positions[0]) + 1) // tile - first_tile  # tiles that end at or before the first query
+    hidden = (key_positions[not_late:] > row_positions).expand(groups, -1, -1, -1)
+    scores[:, :, not_late:].masked_fill_(hidden, -math.inf)
+    if window:
+        # Tiles that start in front of the last query's window.
+        early = _first_seen(int(positions[-1]), window) // tile + 1 - first_tile
+        hidden = (key_positions[:early] <= row_positions - window).expand(groups, -1, -1, -1)
+        scores[:, :, :early].masked_fill_(hidden, -math.inf)
     largest = scores.amax(-1).clamp_(min=_NOTHING).transpose(1, 2).contiguous()
     weights = torch.empty(groups, num_tiles, rows, tile)
     torch.sub(scores.transpose(1, 2), largest[..., None], out=weights).exp_()
@@ -255,7 +307,8 @@ def _combine(largest: torch.Tensor, sums: torch.Tensor, values: torch.Tensor) ->
 def _sum_tiles(x: torch.Tensor) -> torch.Tensor:
     """Sum over axis 2, in place, as if padded with zeros to a power of two and folded in half until one is left.
 
-    Further zeros at its end change nothing but the number of folds, which torch's own sum does not promise.
+    Which sums are added to each other depends on the distances of tiles alone, so that further zeros at the end or in
+    front change nothing but the number of folds, which torch's own sum does not promise.
     """
     count = x.shape[2]
     while count > 1:

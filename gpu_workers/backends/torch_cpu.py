@@ -173,8 +173,8 @@ class TorchCpuBackend(Backend):
         rotated[..., half:] += crossed[..., :half]
         return rotated.to(self.dtype)
 
-    def attention(self, q: torch.Tensor, kv: PagedKV, layer: int, batch: ForwardBatch) -> torch.Tensor:
-        return attend(q, kv, layer, self._plan_of(batch, kv)).to(self.dtype)
+    def attention(self, q: torch.Tensor, kv: PagedKV, layer: int, batch: ForwardBatch, window: int = 0) -> torch.Tensor:
+        return attend(q, kv, layer, self._plan_of(batch, kv), window).to(self.dtype)
 
     def _plan_of(self, batch: ForwardBatch, kv: PagedKV) -> AttentionPlan:
         """All layers of a forward share the indices and masks, so they are computed once."""

@@ -1,8 +1,8 @@
 """Llama and its relatives (Mistral, Qwen2): pre-norm decoder with grouped-query attention, RoPE and a gated MLP.
 
 Llama 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024). What differs between them (biases, head size, rope
-settings, tied embeddings) is in `ModelArch`. Under tensor parallelism each rank has the query heads of some KV groups,
-a slice of the MLP and a slice of the vocabulary (Shoeybi et al. 2019).
+settings, sliding windows, tied embeddings) is in `ModelArch`. Under tensor parallelism each rank has the query heads of
+some KV groups, a slice of the MLP and a slice of the vocabulary (Shoeybi et al. 2019).
 """
 
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ class _Layer:
     mlp_norm: Weight
     gate_up: Weight
     down: Weight
+    window: int  # positions that a token attends to; 0: all
 
 
 class LlamaModel:
@@ -59,7 +60,7 @@ class LlamaModel:
         self._embedding, self._head = backend.load_vocabulary(table, head)
         del table, head
         self._norm = backend.load_norm(weights.take("model.norm.weight"))
-        self._layers = [self._load_layer(weights, f"model.layers.{index}.") for index in range(arch.num_layers)]
+        self._layers = [self._load_layer(weights, index) for index in range(arch.num_layers)]
         self._run = backend.compile(self._local_logits)
 
     # --- loading -----------------------------------------------------------------------------------------------------
@@ -84,8 +85,9 @@ class LlamaModel:
             frequencies = frequencies / weights.take("rope_freqs.weight").float()
         self.backend.load_rope(*rope_tables(frequencies, scale, length))
 
-    def _load_layer(self, weights: Weights, prefix: str) -> _Layer:
+    def _load_layer(self, weights: Weights, index: int) -> _Layer:
         arch, backend = self.arch, self.backend
+        prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         return _Layer(
             attention_norm=backend.load_norm(weights.take(prefix + "input_layernorm.weight")),
@@ -98,6 +100,7 @@ class LlamaModel:
                 *self._column_parallel(weights, [mlp + "gate_proj", mlp + "up_proj"], arch.mlp_bias)
             ),
             down=self._row_parallel(weights, mlp + "down_proj", arch.mlp_bias),
+            window=arch.windows[index] if arch.windows else 0,
         )
 
     def _column_parallel(
@@ -167,7 +170,8 @@ class LlamaModel:
             if index > 0:
                 x, residual = backend.add_rms_norm(x, residual, layer.attention_norm, eps)
             q = backend.rope_and_write(backend.linear(x, layer.qkv), self.num_heads, kv, index, batch)
-            x = self._sum_over_ranks(backend.linear(backend.attention(q, kv, index, batch), layer.output))
+            x = backend.attention(q, kv, index, batch, layer.window)
+            x = self._sum_over_ranks(backend.linear(x, layer.output))
             x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = backend.gated_linear(x, layer.gate_up, self.arch.hidden_act)
             x = self._sum_over_ranks(backend.linear(x, layer.down))

@@ -32,6 +32,8 @@ struct TmOp {
     float eps;
     int32_t first;       // TM_EMBED
     const void* weight;  // Weight, or for TM_NORM float [width]
+    int32_t window;      // TM_ATTENTION: last positions that a query attends to, its own included; 0: all
+    int32_t unused;
 };
 
 // Quantized forms of activations, with scales of groups of 32.

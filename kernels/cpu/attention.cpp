@@ -2,7 +2,8 @@
 // splits' results are then merged in order (split-KV decoding, Dao et al. 2023).
 //
 // A query's operations are the same whether it is decoded alone or is one of a prefill chunk: tiles and splits are counted
-// from position 0 of its sequence, and keys beyond its position weigh exactly 0.
+// from position 0 of its sequence, and keys beyond its position or in front of its window weigh exactly 0: what lies wholly
+// in front of the windows of all queries of a task is left out, and the results are the same.
 #include "attention.h"
 
 #include <algorithm>
@@ -25,6 +26,11 @@ constexpr float kLog2E = 1.44269504f;  // scores are in powers of two
 constexpr float kNothing = -1e30f;   // largest score where no key is seen: finite, so that differences are not NaN
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+// The first position that the query at `position` attends to.
+int64_t first_seen(int64_t position, int64_t window) {
+    return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
+}
 
 // What an operation reads of a tile. Blocks lie scattered, so that the hardware guesses wrong what comes next: the first
 // rows ask for what is read a tile later, piece by piece as they go, since many requests at once are in each other's way.
@@ -246,6 +252,10 @@ void reset(float* state, int64_t width) {
 // total and part as if their keys had been seen in one softmax, in total.
 void merge(float* total, const float* part, int64_t width) {
     if (part[width + 1] == 0.0f) return;  // it has seen none
+    if (total[width + 1] == 0.0f) {  // as if part were the first
+        std::copy(part, part + width + 2, total);
+        return;
+    }
     const float largest = std::max(total[width], part[width]);
     const float keep = exp2_of(total[width] - largest), add = exp2_of(part[width] - largest);
     for (int64_t i = 0; i < width; i += 8) {
@@ -376,7 +386,8 @@ void Attention::plan(const TmStep& step, int threads) {
 
 template <class Element>
 void Attention::attend_split(const TmStep& step, const float* const* queries, const int64_t* positions, int rows,
-                             int layer, const Task& task, int64_t split, Scratch& scratch, float* states) const {
+                             int layer, int64_t window, const Task& task, int64_t split, Scratch& scratch,
+                             float* states) const {
     const int64_t block_size = sizes_.block_size, dim = sizes_.head_dim, width = layout_.value_width;
     const int64_t tile_blocks = std::max<int64_t>(1, kTile / block_size);
     const int64_t split_blocks = std::max<int64_t>(1, kSplit / block_size);
@@ -392,7 +403,10 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
     };
     for (int r = 0; r < rows; r++) reset(states + r * state_width(), width);
     TileBlocks<Element> blocks;
-    for (int64_t tile = first_block; tile < end_block; tile += tile_blocks) {
+    // The first query is the one that sees furthest back.
+    const int64_t unseen_blocks = std::max<int64_t>(0, first_seen(positions[0], window) / block_size - first_block);
+    const int64_t first_tile = first_block + unseen_blocks / tile_blocks * tile_blocks;
+    for (int64_t tile = first_tile; tile < end_block; tile += tile_blocks) {
         const int64_t tile_end = std::min(tile + tile_blocks, end_block);
         blocks.count = tile_end - tile;
         for (int64_t i = 0; i < blocks.count; i++) {
@@ -412,6 +426,12 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
                     float* end = row + (block - tile + 1) * layout_.keys;
                     std::fill(row + (block - tile) * layout_.keys + seen, end, -std::numeric_limits<float>::infinity());
                 }
+            }
+            const int64_t first = first_seen(positions[r], window);
+            for (int64_t block = tile; block < tile_end && block * block_size < first; block++) {
+                float* begin = row + (block - tile) * layout_.keys;
+                std::fill(begin, begin + std::min(block_size, first - block * block_size),
+                          -std::numeric_limits<float>::infinity());
             }
             F8 most = set8(state[width]);
             for (int64_t i = 0; i < count; i += 8) most = max8(most, load8(row + i));
@@ -439,8 +459,8 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
 }
 
 template <class Element>
-void Attention::attend_task(const TmStep& step, const Buffer& q, const Buffer& out, int layer, const Task& task,
-                            Scratch& scratch) {
+void Attention::attend_task(const TmStep& step, const Buffer& q, const Buffer& out, int layer, int64_t window,
+                            const Task& task, Scratch& scratch) {
     const int group = this->group();
     const int64_t width = layout_.value_width, blocks = std::max<int64_t>(1, kSplit / sizes_.block_size);
     const float** queries = scratch.queries.data();
@@ -455,15 +475,17 @@ void Attention::attend_task(const TmStep& step, const Buffer& q, const Buffer& o
             }
         }
         if (task.split >= 0) {
-            attend_split<Element>(step, queries, positions, rows, layer, task, task.split, scratch,
+            attend_split<Element>(step, queries, positions, rows, layer, window, task, task.split, scratch,
                                   partials_.data() + (task.partial + (first - task.begin) * group) * state_width());
             continue;
         }
         const int64_t splits = positions[rows - 1] / (blocks * sizes_.block_size) + 1;
+        const int64_t first_split = first_seen(positions[0], window) / (blocks * sizes_.block_size);
         float* total = scratch.total.data();
-        attend_split<Element>(step, queries, positions, rows, layer, task, 0, scratch, total);
-        for (int64_t split = 1; split < splits; split++) {
-            attend_split<Element>(step, queries, positions, rows, layer, task, split, scratch, scratch.values.data());
+        attend_split<Element>(step, queries, positions, rows, layer, window, task, first_split, scratch, total);
+        for (int64_t split = first_split + 1; split < splits; split++) {
+            attend_split<Element>(step, queries, positions, rows, layer, window, task, split, scratch,
+                                  scratch.values.data());
             for (int r = 0; r < rows; r++) {
                 merge(total + r * state_width(), scratch.values.data() + r * state_width(), width);
             }
@@ -481,11 +503,11 @@ void Attention::finish(const Buffer& out, int64_t token, int head, const float* 
     for (int64_t i = 0; i < dim; i++) to[i] = state[i] * inverse;
 }
 
-void Attention::attend(Pool& pool, const TmStep& step, const Buffer& q, const Buffer& out, int layer) {
+void Attention::attend(Pool& pool, const TmStep& step, const Buffer& q, const Buffer& out, int layer, int64_t window) {
     pool.run(static_cast<int64_t>(tasks_.size()), [&](int64_t index, int thread) {
         const Task& task = tasks_[index];
         with_element(sizes_.kv_type, [&](auto element) {
-            attend_task<decltype(element)>(step, q, out, layer, task, scratch_[thread]);
+            attend_task<decltype(element)>(step, q, out, layer, window, task, scratch_[thread]);
         });
     });
     const int group = this->group();

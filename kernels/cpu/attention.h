@@ -35,8 +35,9 @@ class Attention {
     // log2(e) / sqrt(head_dim). Rotation pairs element i with i + head_dim / 2.
     void rope_and_write(Pool& pool, const TmStep& step, const Buffer& qkv, const Buffer& q, int layer);
 
-    // Causal: the query at position p attends to positions 0..p of its sequence, all in the pool.
-    void attend(Pool& pool, const TmStep& step, const Buffer& q, const Buffer& out, int layer);
+    // Causal: the query at position p attends to positions 0..p of its sequence, all in the pool; with a window, to the
+    // last `window` of these.
+    void attend(Pool& pool, const TmStep& step, const Buffer& q, const Buffer& out, int layer, int64_t window);
 
   private:
     // A piece of work: the queries `begin`..`end` of a sequence (flat tokens), one KV head, some splits of its context.
@@ -64,11 +65,11 @@ class Attention {
     void write(const TmStep& step, const Buffer& qkv, const Buffer& q, int layer, int64_t token,
                Scratch& scratch) const;
     template <class Element>
-    void attend_task(const TmStep& step, const Buffer& q, const Buffer& out, int layer, const Task& task,
-                     Scratch& scratch);
+    void attend_task(const TmStep& step, const Buffer& q, const Buffer& out, int layer, int64_t window,
+                     const Task& task, Scratch& scratch);
     template <class Element>
     void attend_split(const TmStep& step, const float* const* queries, const int64_t* positions, int rows, int layer,
-                      const Task& task, int64_t split, Scratch& scratch, float* state) const;
+                      int64_t window, const Task& task, int64_t split, Scratch& scratch, float* state) const;
     // Memory for the threads: before they start, as one that fails can't say so.
     void reserve(int threads);
     // A few rows at a time keeps scores and states in the cache; any number gives the same result.

@@ -309,7 +309,7 @@ class Engine {
 
     void attend(const TmOp& op, const TmStep& step) {
         const Buffer& out = buffers_[static_cast<size_t>(op.out)];
-        attention_->attend(pool_, step, buffers_[static_cast<size_t>(op.in)], out, op.layer);
+        attention_->attend(pool_, step, buffers_[static_cast<size_t>(op.in)], out, op.layer, op.window);
         quantize(out, step.tokens);
     }
 

@@ -76,6 +76,8 @@ class Op(Structure):
         ("eps", c_float),
         ("first", c_int32),
         ("weight", c_void_p),
+        ("window", c_int32),
+        ("unused", c_int32),
     )
 
 

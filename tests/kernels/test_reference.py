@@ -109,9 +109,10 @@ def test_tables_and_rotation(rope: dict[str, object], head_dim: int) -> None:
     head_dim=st.sampled_from([2, 8, 20]),
     block_size=st.sampled_from([1, 3, 16]),
     lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 40)), min_size=1, max_size=4),
+    window=st.integers(0, 70),
 )
 def test_paged_attention(
-    seed: int, groups: int, repeats: int, head_dim: int, block_size: int, lengths: list[tuple[int, int]]
+    seed: int, groups: int, repeats: int, head_dim: int, block_size: int, lengths: list[tuple[int, int]], window: int
 ) -> None:
     """`lengths`: new and cached positions of each sequence; blocks are dealt in random order, unused entries wild."""
     rng = random.Random(seed)
@@ -133,9 +134,11 @@ def test_paged_attention(
             slot = own[position // block_size] * block_size + position % block_size
             pools[0][slot], pools[1][slot] = k[position], v[position]
         mask = torch.ones(new, context, dtype=torch.bool).tril(cached)
+        if window:
+            mask = mask.triu(cached - window + 1)
         k, v = (x.transpose(0, 1).repeat_interleave(repeats, dim=0) for x in (k, v))
         expected.append(F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=mask).transpose(0, 1))
         queries.append(q)
         starts.append(starts[-1] + new)
-    actual = reference.paged_attention(torch.cat(queries), *pools, tables, block_size, starts, contexts)
+    actual = reference.paged_attention(torch.cat(queries), *pools, tables, block_size, starts, contexts, window)
     close(actual, torch.cat(expected))

@@ -53,6 +53,7 @@ CONTEXTS = [
     1030,
     1200,
 ]
+WINDOWS = [0, 1, 2, 7, 16, 47, 48, 49, 63, 64, 65, 100, 127, 128, 129, 503, 504, 511, 512, 513, 577, 1100, 1200]
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +73,7 @@ class Shapes:
     block_size: int
     kv_dtype: str
     seed: int
+    window: int = 0
 
     @property
     def heads(self) -> int:
@@ -89,13 +91,14 @@ def shapes(draw: st.DrawFn) -> Shapes:
         block_size=draw(st.sampled_from([1, 8, 16, 24, 128])),
         kv_dtype=draw(st.sampled_from(["float32", "bfloat16", "float16", "int8"])),
         seed=draw(st.integers(0, 1 << 30)),
+        window=draw(st.sampled_from(WINDOWS)),
     )
 
 
-def attention(heads: int) -> Prepare:
+def attention(heads: int, window: int) -> Prepare:
     def prepare(backend: NativeCpuBackend) -> Op:
         def op(x: Value, batch: ForwardBatch, kv: NativeKV) -> Value:
-            return backend.attention(backend.rope_and_write(x, heads, kv, LAYER, batch), kv, LAYER, batch)
+            return backend.attention(backend.rope_and_write(x, heads, kv, LAYER, batch), kv, LAYER, batch, window)
 
         return op
 
@@ -132,7 +135,7 @@ class Sequences:
 
         def with_tables(backend: NativeCpuBackend) -> Op:
             backend.load_rope(self.cos, self.sin)
-            return (prepare or attention(shapes.heads))(backend)
+            return (prepare or attention(shapes.heads, shapes.window))(backend)
 
         pool = (LAYERS, self.num_blocks, shapes.block_size, shapes.kv_heads, shapes.head_dim)
         recorded = Recorded(self.qkv, with_tables, shapes.heads * shapes.head_dim, threads, shapes.kv_dtype, pool)
@@ -140,9 +143,9 @@ class Sequences:
         recorded.kv.pool[:] = 255  # all bits set is NaN: reading a place that was never written shows
         return recorded
 
-    def write_before(self, parts: list[tuple[int, int, int]], recorded: Recorded) -> None:
-        """Keys and values of all positions before `parts` into a pool; quicker than attention over them."""
-        before = [(sequence, 0, begin) for sequence, begin, _ in parts if begin]
+    def write_before(self, parts: list[tuple[int, int, int]], recorded: Recorded, start: int = 0) -> None:
+        """Keys and values of the positions from `start` to `parts` into a pool; quicker than attention over them."""
+        before = [(sequence, start, begin) for sequence, begin, _ in parts if begin > start]
         if before:
             self.recorded(prepare=rope(self.shapes.heads)).run(self.batch(before), recorded.kv)
 
@@ -189,6 +192,7 @@ class Sequences:
             self.shapes.block_size,
             batch.query_starts,
             batch.context_lens,
+            self.shapes.window,
         )
         return result.flatten(1), v.double().abs().amax()
 
@@ -207,6 +211,8 @@ def some_queries(contexts: tuple[int, ...], shuffle: random.Random) -> list[tupl
 @given(shapes=shapes(), threads=st.integers(1, 3))
 @example(shapes=Shapes((1200, 513, 64), 1, 8, 128, 128, "bfloat16", 0), threads=2)
 @example(shapes=Shapes((1023, 505, 1), 3, 3, 64, 24, "float32", 1), threads=3)
+@example(shapes=Shapes((1200, 1030, 200), 1, 8, 64, 16, "float16", 2, window=64), threads=2)
+@example(shapes=Shapes((1200, 576, 129), 3, 1, 20, 24, "float32", 3, window=513), threads=1)
 def test_attention_over_pages(shapes: Shapes, threads: int) -> None:
     """Chunks and single tokens of several sequences, over keys that an earlier step has written."""
     sequences, shuffle = Sequences(shapes), random.Random(shapes.seed)
@@ -221,6 +227,18 @@ def test_attention_over_pages(shapes: Shapes, threads: int) -> None:
     unused = sorted(set(range(sequences.num_blocks)) - set(sequences.tables.flatten().tolist()))
     assert len(unused) == 2
     assert (recorded.kv.pool[unused, LAYER] == 255).all(), "blocks of nobody were written to"
+
+
+@pytest.mark.parametrize("begin", [1130, 1199])
+def test_tiles_in_front_of_a_window_are_not_read(begin: int) -> None:
+    sequences = Sequences(Shapes((1200,), 1, 3, 64, 16, "float16", 0, window=43))
+    part = [(0, begin, 1200)]
+    recorded = sequences.recorded()
+    first_seen = begin - 42
+    sequences.write_before(part, recorded, start=first_seen // 64 * 64)  # what is before it stays NaN
+    expected, largest = sequences.expected(part)
+    actual = recorded.run(sequences.batch(part)).double()
+    assert (actual - expected).abs().max() <= 1e-5 * largest
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -34,10 +34,29 @@ def test_both_spellings_of_rope_settings_mean_the_same(tmp_path: Path) -> None:
     assert (new.theta, new.type, new.factor, new.original_max_position) == (5e5, "llama3", 8.0, 64)
 
 
-def test_a_sliding_window_bounds_the_served_length(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "changes", "windows"),
+    [
+        ("Mistral", {"sliding_window": 100}, (100, 100, 100)),
+        ("Mistral", {"sliding_window": None}, ()),
+        ("Mistral", {}, (4096, 4096, 4096)),
+        ("Llama", {"sliding_window": 100}, ()),  # Llama has none, whatever stands there
+        ("Qwen2", {"sliding_window": 100}, ()),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 2}, (0, 0, 100)),
+        ("Qwen2", {"use_sliding_window": True, "max_window_layers": 0}, (4096, 4096, 4096)),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 28}, (0, 0, 0)),
+    ],
+)
+def test_sliding_windows_do_not_bound_the_served_length(
+    architecture: str, changes: dict[str, Any], windows: tuple[int, ...], tmp_path: Path
+) -> None:
     save_tiny(tmp_path)
-    edit(tmp_path, architectures=["MistralForCausalLM"], sliding_window=100)
-    assert read_arch(tmp_path).max_position == 100
+    edit(tmp_path, architectures=[f"{architecture}ForCausalLM"], **changes)
+    arch = read_arch(tmp_path)
+    assert (arch.windows, arch.max_position) == (windows, 256)
+
+
+QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 8}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +69,14 @@ def test_a_sliding_window_bounds_the_served_length(tmp_path: Path) -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config: quant_method None is not supported"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "type 'longrope' is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window is 0, not an integer from 1"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": "8"}, "sliding_window is '8', not an integer"),
+        (QWEN2_WINDOW | {"use_sliding_window": 1}, "use_sliding_window is 1, not true or false"),
+        (QWEN2_WINDOW | {"max_window_layers": -1}, "max_window_layers is -1, not an integer from 0"),
+        (QWEN2_WINDOW | {"layer_types": ["full_attention"] * 2}, "layer_types is not a list of 3 of full_attention, "),
+        (QWEN2_WINDOW | {"layer_types": ["full_attention"] * 2 + ["chunked"]}, "layer_types is not a list of 3"),
+        (QWEN2_WINDOW | {"layer_types": [{}, [], 1]}, "layer_types is not a list of 3"),
+        (QWEN2_WINDOW | {"layer_types": "full_attention"}, "layer_types is not a list of 3"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_its_reason(

@@ -71,6 +71,13 @@ def test_rope_scaling(tmp_path: Path) -> None:
     assert read_arch(write(path, *yarn)).rope == RopeConfig(type="yarn", factor=4.0, original_max_position=128)
 
 
+@pytest.mark.parametrize(("architecture", "windows"), [("llama", (32, 32, 32)), ("qwen2", ())])
+def test_a_sliding_window_is_that_of_every_layer(architecture: str, windows: tuple[int, ...], tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.gguf", lambda w: w.add_sliding_window(32), architecture=architecture)
+    arch = read_arch(path)
+    assert (arch.windows, arch.max_position) == (windows, 512)
+
+
 EOS = "tokenizer.ggml.eos_token_id"
 REFUSED: dict[str, tuple[list[Change], dict[str, Any], str]] = {
     "architecture": ([], {"architecture": "mamba"}, "architecture mamba is not supported; supported: llama, qwen2"),

@@ -36,7 +36,20 @@ VARIANTS: list[tuple[type[PreTrainedConfig], dict[str, Any]]] = [
     (LlamaConfig, {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}),
     (MistralConfig, {"sliding_window": None}),
     (MistralConfig, {"sliding_window": None, "head_dim": 32, "tie_word_embeddings": True}),
+    (MistralConfig, {"sliding_window": 64}),
+    (MistralConfig, {}),
     (Qwen2Config, {}),
+    (Qwen2Config, {"use_sliding_window": True}),
+    (Qwen2Config, {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 64}),
+    (Qwen2Config, {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": None}),
+    (
+        Qwen2Config,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 3,
+        },
+    ),
     (Qwen2Config, {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 64}),
 ]
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 4.5, "original_max_position_embeddings": 64}
@@ -46,6 +59,14 @@ def save(path: Path, config: PreTrainedConfig) -> None:
     config.architectures = [ARCHITECTURES[type(config)]]
     config.save_pretrained(path)
     save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16)}, path / "model.safetensors")
+
+
+def windows_of(oracle: PreTrainedConfig) -> tuple[int, ...]:
+    window = getattr(oracle, "sliding_window", None) or 0
+    if isinstance(oracle, MistralConfig):
+        return (window,) * oracle.num_hidden_layers
+    types = getattr(oracle, "layer_types", None) or ["full_attention"] * oracle.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
 def rewrite(path: Path, changes: dict[str, Any], removed: tuple[str, ...] = ()) -> None:
@@ -68,6 +89,7 @@ def test_every_field_is_what_transformers_reads(
     assert arch.intermediate_size == oracle.intermediate_size
     assert arch.vocab_size == oracle.vocab_size
     assert arch.max_position == oracle.max_position_embeddings
+    assert (arch.windows or (0,) * arch.num_layers) == windows_of(oracle)
     assert arch.rms_norm_eps == oracle.rms_norm_eps
     assert arch.tie_embeddings == oracle.tie_word_embeddings
     assert arch.qkv_bias == (getattr(oracle, "attention_bias", False) or kind is Qwen2Config)

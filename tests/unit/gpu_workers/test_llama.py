@@ -24,6 +24,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "odd_width": {"intermediate_size": 101, "hidden_size": 60},
     "qwen2": {"family": "qwen2"},
     "qwen2_tied": {"family": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 3},
+    "mistral": {"family": "mistral", "sliding_window": 40},
+    "qwen2_window": {"family": "qwen2", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "qwen2_layer_types": {
+        "family": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 70,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
     "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
     "yarn": {
@@ -72,7 +80,7 @@ def test_dynamic_rope_is_that_of_the_served_length(kernels: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", ["gqa3", "gqa8", "odd_width", "qwen2"])
+@pytest.mark.parametrize("variant", ["gqa3", "gqa8", "odd_width", "qwen2", "mistral", "qwen2_layer_types"])
 def test_chunks_decoding_and_company_do_not_change_a_bit(
     variant: str, dtype: str, kernels: str, tmp_path: Path
 ) -> None:

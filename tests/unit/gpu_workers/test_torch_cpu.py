@@ -99,11 +99,16 @@ def test_bfloat16_products_are_those_of_rounded_weights() -> None:
     torch.testing.assert_close(rounded.double(), exact, rtol=2**-8, atol=1e-4)
 
 
-def _attention_case(rng: random.Random, heads: int, groups: int, head_dim: int, block_size: int) -> ForwardBatch:
+def _attention_case(rng: random.Random, block_size: int) -> ForwardBatch:
     """Sequences with random contexts, of which the last few positions are queries."""
     contexts = [rng.choice((1, 5, 63, 64, 65, 130, 200)) for _ in range(rng.randint(1, 6))]
     counts = [rng.choice((1, 1, 2, context // 2, context)) for context in contexts]
     counts = [min(max(count, 1), context) for count, context in zip(counts, contexts, strict=True)]
+    return _attention_batch(rng, block_size, contexts, counts)
+
+
+def _attention_batch(rng: random.Random, block_size: int, contexts: list[int], counts: list[int]) -> ForwardBatch:
+    """The last `counts` positions of sequences with blocks scattered over a pool of 1024 positions."""
     blocks = rng.sample(range(1024 // block_size), 1024 // block_size)
     tables = torch.full((len(contexts), max(-(-context // block_size) for context in contexts)), 1 << 30)
     starts, positions, slots = [0], [], []
@@ -126,12 +131,13 @@ def _attention_case(rng: random.Random, heads: int, groups: int, head_dim: int, 
     )
 
 
+@pytest.mark.parametrize("window", [0, 1, 30, 64, 65, 150])
 @pytest.mark.parametrize("seed", range(12))
-def test_rope_and_paged_attention_against_the_oracle(seed: int) -> None:
+def test_rope_and_paged_attention_against_the_oracle(seed: int, window: int) -> None:
     rng = random.Random(seed)
     groups, repeats = rng.choice((1, 2, 3)), rng.choice((1, 3, 4, 8))
     heads, head_dim, block_size = groups * repeats, rng.choice((10, 20, 64)), rng.choice((1, 8, 16, 24, 128))
-    batch = _attention_case(rng, heads, groups, head_dim, block_size)
+    batch = _attention_case(rng, block_size)
     total = batch.query_starts[-1]
     backend = TorchCpuBackend(torch.float32, deterministic=True)
     cos, sin = reference.rope_tables(*reference.rope_frequencies(head_dim, 10000.0), num_positions=256)
@@ -156,14 +162,29 @@ def test_rope_and_paged_attention_against_the_oracle(seed: int) -> None:
         block_size,
         batch.query_starts,
         batch.context_lens,
+        window,
     )
-    actual = backend.attention(rotated, kv, 1, batch)
+    actual = backend.attention(rotated, kv, 1, batch, window)
     torch.testing.assert_close(actual.double(), expected.flatten(1), rtol=0, atol=2e-5)
     assert not kv.k[0].any(), "another layer was written to"
 
 
+def _row_alone(batch: ForwardBatch, index: int, row: int) -> ForwardBatch:
+    """The flat token `row` of sequence `index`."""
+    return ForwardBatch(
+        token_ids=batch.token_ids[row : row + 1],
+        positions=batch.positions[row : row + 1],
+        slots=batch.slots[row : row + 1],
+        query_starts=[0, 1],
+        context_lens=[batch.context_lens[index] - (batch.query_starts[index + 1] - 1 - row)],
+        block_tables=batch.block_tables[index : index + 1],
+        logits_rows=torch.tensor([0]),
+    )
+
+
+@pytest.mark.parametrize("window", [0, 1, 70])
 @pytest.mark.parametrize("seed", range(6))
-def test_attention_rows_have_the_same_bits_alone_and_for_any_threads(seed: int) -> None:
+def test_attention_rows_have_the_same_bits_alone_and_for_any_threads(seed: int, window: int) -> None:
     rng = random.Random(seed)
     groups, repeats = rng.choice(((3, 3), (1, 8), (2, 1)))
     head_dim = 64
@@ -173,22 +194,32 @@ def test_attention_rows_have_the_same_bits_alone_and_for_any_threads(seed: int) 
     torch.manual_seed(seed)
     kv.k.normal_()
     kv.v.normal_()
-    batch = _attention_case(rng, groups * repeats, groups, head_dim, 16)
+    batch = _attention_case(rng, 16)
     q = torch.randn(batch.query_starts[-1], groups * repeats, head_dim)
     torch.set_num_threads(1)
-    expected = backend.attention(q, kv, 0, batch)
+    expected = backend.attention(q, kv, 0, batch, window)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        for index, context in enumerate(batch.context_lens):
+        for index in range(len(batch.context_lens)):
             start, end = batch.query_starts[index], batch.query_starts[index + 1]
             for row in {start, rng.randrange(start, end), end - 1}:
-                alone = ForwardBatch(
-                    token_ids=batch.token_ids[row : row + 1],
-                    positions=batch.positions[row : row + 1],
-                    slots=batch.slots[row : row + 1],
-                    query_starts=[0, 1],
-                    context_lens=[context - (end - 1 - row)],
-                    block_tables=batch.block_tables[index : index + 1],
-                    logits_rows=torch.tensor([0]),
-                )
-                assert torch.equal(backend.attention(q[row : row + 1], kv, 0, alone)[0], expected[row])
+                alone = _row_alone(batch, index, row)
+                assert torch.equal(backend.attention(q[row : row + 1], kv, 0, alone, window)[0], expected[row])
+
+
+@pytest.mark.parametrize("window", [190, 300, 450])
+def test_windows_of_several_tiles_give_the_same_bits_in_a_chunk_and_alone(window: int) -> None:
+    """Tiles are added up in pairs, and which of them are left out in front differs between a chunk and a row."""
+    rng = random.Random(window)
+    backend = TorchCpuBackend(torch.float32, deterministic=True)
+    backend.load_rope(*reference.rope_tables(*reference.rope_frequencies(64, 10000.0), num_positions=1024))
+    kv = backend.allocate_kv(1, 64, 16, 2, 64)
+    torch.manual_seed(window)
+    kv.k.normal_()
+    kv.v.normal_()
+    batch = _attention_batch(rng, 16, [900], [333])
+    q = torch.randn(333, 6, 64)
+    expected = backend.attention(q, kv, 0, batch, window)
+    for row in (0, *rng.sample(range(333), 20), 332):
+        alone = _row_alone(batch, 0, row)
+        assert torch.equal(backend.attention(q[row : row + 1], kv, 0, alone, window)[0], expected[row]), row

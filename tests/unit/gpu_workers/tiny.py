@@ -4,7 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from config.arch import read_arch
 from gpu_workers.backends import make_backend
@@ -34,6 +42,8 @@ def save_tiny(path: Path, family: str = "llama", **settings: Any) -> PreTrainedM
     torch.manual_seed(1)
     if family == "llama":
         model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**values))
+    elif family == "mistral":
+        model = MistralForCausalLM(MistralConfig(**values))
     else:
         model = Qwen2ForCausalLM(Qwen2Config(**values))
     with torch.no_grad():
