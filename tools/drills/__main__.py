@@ -6,7 +6,7 @@ import signal
 import sys
 
 from tools.arguments import count, positive
-from tools.drills import itl, shortage, slo, soak
+from tools.drills import itl, overhead, shortage, slo, soak, start
 
 _DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -51,6 +51,28 @@ def _parser() -> argparse.ArgumentParser:
     part.add_argument("--pool-contexts", type=count, default=4, help="contexts that the KV pool holds (default 4)")
     part.add_argument("--kv-shortage", default="recompute", choices=("wait", "recompute", "swap"))
     part.set_defaults(run=soak.run)
+
+    part = drills.add_parser(
+        "overhead",
+        help="what scheduler, tokenizer, HTTP and Python add to the kernels",
+        description=overhead.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    part.add_argument("--streams", type=count, nargs="+", default=[1, 8, 32], help="default 1 8 32")
+    part.add_argument("--requests", type=count, default=4, help="of each stream (default 4)")
+    part.add_argument("--prompt-words", type=count, default=128, help="default 128")
+    part.add_argument("--output-tokens", type=count, default=128, help="default 128")
+    part.set_defaults(run=overhead.run)
+
+    part = drills.add_parser(
+        "start",
+        help="time from start to the first answer, and the memory of each process",
+        description=start.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    part.add_argument("--repeats", type=count, default=3, help="warm starts (default 3)")
+    part.add_argument("--kv-memory", default="256MiB", help="size of the KV pool (default 256MiB)")
+    part.set_defaults(run=start.run)
 
     for part in drills.choices.values():
         part.add_argument("--model", default=_DEFAULT_MODEL, help=f"default {_DEFAULT_MODEL}")

@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,8 +48,10 @@ class Reply:
 
 
 @asynccontextmanager
-async def server(model: str, *flags: str) -> AsyncIterator[str]:
+async def server(model: str, *flags: str, variables: Mapping[str, str] | None = None) -> AsyncIterator[str]:
     """Start `python -m launch` on a free port; yields its URL and ends it with the block.
+
+    `variables`: of its environment, beside or instead of this process's own.
 
     SystemExit when it does not start. Its stderr goes to a file, which is kept, and its end shown, when it fails.
     """
@@ -56,7 +59,11 @@ async def server(model: str, *flags: str) -> AsyncIterator[str]:
     print("  server:", " ".join(flags) or "defaults", file=sys.stderr)
     with tempfile.NamedTemporaryFile(prefix="tokenmill-drill-", suffix=".log", delete=False) as errors:
         process = await asyncio.create_subprocess_exec(
-            *command, "--log-level", "error", *flags, stdout=asyncio.subprocess.PIPE, stderr=errors
+            *command,
+            *("--log-level", "error", *flags),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, **(variables or {})},
         )
     log = Path(errors.name)
     assert process.stdout is not None

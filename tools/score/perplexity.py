@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from gpu_workers.models.llama import LlamaModel
 from tools.score.model import allocate_kv, logits
 
-_LOSS_ROWS = 128  # whose log-probabilities are held at once, beside the logits
+_LOSS_ROWS = 16  # few enough that their log-probabilities stay in the cache
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ def token_losses(values: torch.Tensor, targets: list[int]) -> list[float]:
     losses: list[float] = []
     for start in range(0, len(targets), _LOSS_ROWS):
         rows = slice(start, start + _LOSS_ROWS)
-        losses += F.cross_entropy(values[rows].double(), ids[rows], reduction="none").tolist()
+        losses += F.cross_entropy(values[rows], ids[rows], reduction="none").tolist()
     return losses
 
 
