@@ -169,10 +169,24 @@ def _torch_weight_bytes(arch: ModelArch, dtype: str, has_bfloat16: bool, tp: int
     return total, "; ".join(notes)
 
 
-def kv_bytes_per_token(arch: ModelArch, dtype: str, tp: int = 1) -> int:
-    """Keys and values of one token position in all layers, on one rank; each int8 one has a float32 scale."""
-    key = arch.head_dim + 4 if dtype == "int8" else arch.head_dim * DTYPE_BYTES[dtype]
-    return 2 * arch.num_layers * (arch.num_kv_heads // tp) * key
+def kv_bytes_per_token(arch: ModelArch, dtype: str, tp: int = 1, native_block_size: int = 0) -> int:
+    """Keys and values of one token position in all layers, on one rank; each int8 one has a float32 scale.
+
+    The compiled kernels fill up blocks and heads to eights, and a layer's part of a block to 64 bytes: with
+    `native_block_size`, each position has its share of that, rounded up.
+    """
+    heads = arch.num_kv_heads // tp
+    if not native_block_size:
+        key = arch.head_dim + 4 if dtype == "int8" else arch.head_dim * DTYPE_BYTES[dtype]
+        return 2 * arch.num_layers * heads * key
+    keys, width = _round_up(native_block_size, 8), _round_up(arch.head_dim, 8)
+    elements = arch.head_dim * keys + native_block_size * width
+    head = elements + 2 * keys * 4 if dtype == "int8" else elements * DTYPE_BYTES[dtype]
+    return -(-arch.num_layers * _round_up(heads * head, 64) // native_block_size)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def activation_bytes(arch: ModelArch, dtype: str, max_step_tokens: int, max_seqs: int, tp: int = 1) -> int:

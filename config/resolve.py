@@ -93,7 +93,9 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
         activations=memory_plan.activation_bytes(arch, dtype, step_tokens, config.scheduler.max_seqs, tp),
         runtime_total=tp * memory_plan.RANK_RUNTIME
         + (2 + config.server.frontends + config.tokenizer.tokenizers) * memory_plan.PROCESS_RUNTIME,
-        kv_bytes_per_token=memory_plan.kv_bytes_per_token(arch, kv_dtype, tp),
+        kv_bytes_per_token=memory_plan.kv_bytes_per_token(
+            arch, kv_dtype, tp, config.scheduler.block_size if native_kernels else 0
+        ),
         block_size=config.scheduler.block_size,
         num_blocks=0,
         memory_available=machine.memory_available,

@@ -75,11 +75,11 @@ class Runner:
         if self._last_step is not None and plan.step != self._last_step + 1:
             raise PlanError(f"step {plan.step} was planned after step {self._last_step}")
         self._last_step = plan.step
-        with self._copier.copying(plan):
-            try:
+        try:
+            with self._copier.copying(plan):
                 return self._step(plan)
-            finally:
-                self._ended = time.perf_counter_ns()
+        finally:
+            self._ended = time.perf_counter_ns()
 
     def _step(self, plan: StepPlan) -> StepResult | None:
         started = time.perf_counter_ns()

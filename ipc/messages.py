@@ -318,10 +318,10 @@ class StepResult(Message, frozen=True):
     step: int
     token_ids: bytes  # int32
     logprobs: tuple[RawLogprobs | None, ...] = ()  # empty, or as long as token_ids
-    between_us: int = 0
     prepare_us: int = 0
     forward_us: int = 0
     sample_us: int = 0
+    between_us: int = 0
 
 
 class StepFailed(Message, frozen=True):

@@ -250,7 +250,8 @@ class StepBench:
         plan = self._plans.popleft()
         sampled = sum(unpack_ints(plan.scheduled)[3::4])
         self._time += 0.02
-        return StepDone(self._time, StepResult(plan.step, pack_ints([100 + plan.step % 100] * sampled), (), 10, 19980))
+        tokens = pack_ints([100 + plan.step % 100] * sampled)
+        return StepDone(self._time, StepResult(plan.step, tokens, prepare_us=10, forward_us=19980))
 
     def prefill(self) -> None:
         """Until every request decodes in both steps in flight."""

@@ -38,13 +38,17 @@ def make_backend(
         raise StartError(f"--dtype {dtype} is not supported on {device}; choose one of: {', '.join(_DTYPES)}.")
     if kernels != "torch":
         from gpu_workers.backends.native_cpu import NativeCpuBackend
-        from kernels.cpu.build import BuildError
+        from kernels.cpu.build import BuildError, IsaError
 
         try:
             return NativeCpuBackend(_DTYPES[dtype], threads or torch.get_num_threads(), quantized, kv_dtype, progress)
         except BuildError as error:
             if kernels == "native":
                 raise StartError(f"--kernels native: {error}") from error
+            if isinstance(error, IsaError):
+                raise StartError(str(error)) from error
+            if kv_dtype == "int8":  # nobody has it without asking for it
+                raise StartError(f"--kv-dtype int8 needs compiled kernels, which can't be had: {error}") from error
             log.warning(
                 "plain torch operations instead of the CPU kernels, many times slower, and keys and values as %s, not "
                 "%s as planned (--kernels torch plans for it): %s",

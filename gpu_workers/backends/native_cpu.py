@@ -66,6 +66,7 @@ class _Exchange:
 @dataclass(slots=True)
 class _Buffer:
     width: int
+    quantizes: bool  # whether what writes there gives codes, too
     version: int = 0
     codes: Codes = Codes.NONE
 
@@ -79,11 +80,11 @@ class _Recording:
         self._by_purpose: dict[tuple[str, int], int] = {}
         self.vocab_size = 0
 
-    def output(self, purpose: str, width: int) -> Value:
-        """A place for a result; whatever was in it is gone."""
+    def output(self, purpose: str, width: int, quantizes: bool = False) -> Value:
+        """A place for a result; whatever was in it is gone. `quantizes`: the op that writes there can give codes."""
         index = self._by_purpose.setdefault((purpose, width), len(self.buffers))
         if index == len(self.buffers):
-            self.buffers.append(_Buffer(width))
+            self.buffers.append(_Buffer(width, quantizes))
         self.buffers[index].version += 1
         return Value(index, self.buffers[index].version)
 
@@ -92,6 +93,8 @@ class _Recording:
         buffer = self.buffers[value.buffer]
         if value.version != buffer.version:
             raise RuntimeError("the model's forward uses a result after the next op of its kind has overwritten it")
+        if codes and not buffer.quantizes:
+            raise RuntimeError("a quantized weight can only be multiplied with what a norm, an MLP or attention gives")
         buffer.codes |= codes
         return value.buffer
 
@@ -247,7 +250,7 @@ class NativeCpuBackend(Backend):
     def _norm(self, added: Value | None, residual: Value, weight: torch.Tensor, eps: float) -> Value:
         record = self._record
         selected = residual.logits_rows
-        out = record.output("norm of selected rows" if selected else "norm", weight.shape[0])
+        out = record.output("norm of selected rows" if selected else "norm", weight.shape[0], quantizes=True)
         record.add(
             Code.NORM,
             flags=FLAG_LOGITS_ROWS if selected else 0,
@@ -270,7 +273,7 @@ class NativeCpuBackend(Backend):
 
     def gated_linear(self, x: Value, weight: PackedWeight, kind: str) -> Value:
         source = self._record.use(x, weight.codes)
-        out = self._record.output("gated linear", weight.gated_width)
+        out = self._record.output("gated linear", weight.gated_width, quantizes=True)
         flags = FLAG_GELU if kind == "gelu" else 0
         self._record.add(Code.GATED, flags=flags, input=source, output=out.buffer, weight=weight.pointer)
         return out
@@ -289,7 +292,7 @@ class NativeCpuBackend(Backend):
 
     def attention(self, q: Value, kv: NativeKV, layer: int, batch: ForwardBatch, window: int = 0) -> Value:
         record = self._record
-        out = record.output("attention", record.buffers[q.buffer].width)
+        out = record.output("attention", record.buffers[q.buffer].width, quantizes=True)
         record.add(Code.ATTENTION, input=record.use(q), output=record.use(out), layer=layer, window=window)
         return out
 

@@ -43,6 +43,10 @@ class BuildError(Exception):
     """The library cannot be had; the text says why (with the compiler's last lines, if it spoke) and what to do."""
 
 
+class IsaError(BuildError):
+    """An instruction set that was asked for is unknown, or this CPU lacks it."""
+
+
 @dataclass(frozen=True)
 class _Isa:
     """What a CPU must have, in the words of /proc/cpuinfo, and what the compiler is told."""
@@ -96,7 +100,7 @@ def _cpu_features() -> frozenset[str]:
 
 def _known(isa: str, origin: str) -> str:
     if isa not in ISAS:
-        raise BuildError(f"{origin}: {isa!r} is not one of {', '.join(ISAS)}")
+        raise IsaError(f"{origin}: {isa!r} is not one of {', '.join(ISAS)}")
     return isa
 
 
@@ -106,7 +110,7 @@ def _supported(isa: str, origin: str) -> str:
     missing = ISAS[_known(isa, origin)].needs - features
     if missing:
         able = [name for name, other in ISAS.items() if other.needs <= features]
-        raise BuildError(
+        raise IsaError(
             f"{origin}: this CPU cannot run {isa}, it lacks {', '.join(sorted(missing))}. It can run {', '.join(able)}"
         )
     return isa

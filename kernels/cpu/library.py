@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from kernels.cpu.build import build
+from kernels.cpu.build import CACHE_VARIABLE, BuildError, build
 
 GROUP = 32  # consecutive inputs that share a scale, in quantized weights and activations
 GATED_COLUMNS = 32  # gate rows, then as many up rows, and so on, in the weight of a GATED operation
@@ -163,7 +163,14 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 @cache
 def load(progress: Callable[[str], None] | None = None) -> ctypes.CDLL:
     """The library, compiled if this machine has not done so yet. Raises `kernels.cpu.build.BuildError`."""
-    library = ctypes.CDLL(str(build(progress=progress)))
+    path = build(progress=progress)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(
+            f"the CPU kernels cannot be loaded: {error}. Delete {path}, to have them compiled again, or set "
+            f"{CACHE_VARIABLE} to a folder from which programs may be run"
+        ) from error
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype = result

@@ -31,7 +31,8 @@ prepare, forward, sample, rest   the step's parts in us: index arithmetic; the m
           tokens; and what the runner does besides
 limit     the time that the work takes at the limits of the machine, measured by the probes of tools.bench_kernels in
           the same run, over the time measured: that of the bytes of weights and KV, or that of the operations (two for
-          a multiply-add, at the rates of float32, int16 and int8), whichever is longer; by says which
+          a multiply-add, at the rates of float32, int16 and int8), whichever is longer; by says which. Contexts
+          count whole, also where the model's layers have sliding windows
 
   python -m tools.bench_engine --model models/SmolLM2-135M-Instruct.Q4_1.gguf
   python -m tools.bench_engine --model DIR --quantization none --dtype bfloat16 --decode 1,64 --prefill 512
@@ -214,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--decode: at most 4096 rows")
     try:
         run(arguments)
-    except (StartError, ValueError, BuildError, MemoryError, OSError) as error:
+    except (StartError, ValueError, BuildError, MemoryError, OSError, FloatingPointError) as error:
         say(f"bench_engine: {error}")
         return 2
     return 0

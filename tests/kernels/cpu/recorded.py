@@ -29,7 +29,7 @@ class Recorded:
         threads: int = 1,
         kv_dtype: str = "float32",
         kv_shape: tuple[int, int, int, int, int] = (1, 1, 8, 1, 8),
-        head: tuple[torch.Tensor, torch.Tensor] | None = None,
+        head: tuple[LoadedWeight, torch.Tensor | None] | None = None,
     ) -> None:
         """`head`: weight and bias in place of the unit matrix."""
         self.backend = backend = NativeCpuBackend(torch.float32, threads, quantized=True, kv_dtype=kv_dtype)

@@ -213,6 +213,7 @@ def some_queries(contexts: tuple[int, ...], shuffle: random.Random) -> list[tupl
 @example(shapes=Shapes((1023, 505, 1), 3, 3, 64, 24, "float32", 1), threads=3)
 @example(shapes=Shapes((1200, 1030, 200), 1, 8, 64, 16, "float16", 2, window=64), threads=2)
 @example(shapes=Shapes((1200, 576, 129), 3, 1, 20, 24, "float32", 3, window=513), threads=1)
+@example(shapes=Shapes((1200, 505, 65), 1, 3, 64, 16, "int8", 4, window=300), threads=2)
 def test_attention_over_pages(shapes: Shapes, threads: int) -> None:
     """Chunks and single tokens of several sequences, over keys that an earlier step has written."""
     sequences, shuffle = Sequences(shapes), random.Random(shapes.seed)

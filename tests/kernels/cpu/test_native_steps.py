@@ -16,7 +16,8 @@ from gpu_workers.rows import PlanError, Rows
 from ipc.codec import pack_ints
 from kernels.cpu.library import Step
 
-from .recorded import Recorded, batch_of
+from .recorded import Recorded, batch_of, linear, rms_norm
+from .test_native_ops import random_weight
 
 EXAMPLES = settings(max_examples=settings.default.max_examples, deadline=None)
 MAX_SEQS, MAX_LEN, BLOCK_SIZE, NUM_BLOCKS = 5, 30, 4, 50
@@ -149,6 +150,31 @@ def test_each_row_has_its_own_best_id(vocabulary: int, rows: int, threads: int, 
             recorded.best_ids(batch)
     else:
         assert recorded.best_ids(batch).tolist() == inputs.numpy().argmax(axis=-1).tolist()
+
+
+@EXAMPLES
+@given(
+    kind=st.sampled_from(["int4", "int8", "bfloat16"]),
+    vocabulary=st.integers(1, 200),
+    rows=st.integers(1, 30),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 1 << 30),
+)
+def test_best_ids_of_packed_heads(kind: str, vocabulary: int, rows: int, threads: int, seed: int) -> None:
+    """Those of the logits that the same head gives."""
+    random = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(rows, 64, generator=random).bfloat16().float()
+    head = random_weight(kind, vocabulary, 64, random)
+    recorded = Recorded(inputs, rms_norm(torch.ones(64), 1e-5), 64, threads, head=(head, None))
+    batch = batch_of(torch.arange(rows))
+    assert recorded.best_ids(batch).tolist() == recorded.run(batch).numpy().argmax(axis=-1).tolist()
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_codes_that_nobody_has_written_are_not_read(kind: str) -> None:
+    weight = random_weight(kind, 8, 64, torch.Generator().manual_seed(0))
+    with pytest.raises(RuntimeError, match="what a norm, an MLP or attention gives"):
+        Recorded(torch.ones(1, 64), linear(weight), 8).rows(torch.arange(1))
 
 
 def test_nothing_is_sampled_where_no_row_asks_for_it() -> None:

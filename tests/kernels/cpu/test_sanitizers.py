@@ -26,7 +26,7 @@ LAYERS, PRODUCTS, ATTENTION, STEPS = (
 @pytest.mark.parametrize(
     ("portable", "profile", "names"),
     [
-        pytest.param(False, "sanitized-brief", [LAYERS, PRODUCTS, STEPS], id="brief"),
+        pytest.param(False, "sanitized-brief", [LAYERS, PRODUCTS, ATTENTION, STEPS], id="brief"),
         pytest.param(False, "sanitized", [LAYERS, PRODUCTS, ATTENTION, STEPS], marks=pytest.mark.slow, id="vectors"),
         pytest.param(True, "sanitized", [LAYERS, PRODUCTS, ATTENTION, STEPS], marks=pytest.mark.slow, id="portable"),
     ],

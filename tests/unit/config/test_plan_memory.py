@@ -4,6 +4,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from config.arch import read_arch
 from config.memory_plan import (
@@ -20,6 +22,8 @@ from config.memory_plan import (
 from config.resolve import Machine, Resolved, resolve
 from config.schema import Config, ModelArch, ModelConfig, WeightFormat, WeightFormats
 from config.sources import read_settings
+from kernels.cpu.build import BuildError
+from kernels.cpu.library import AttentionSizes, KvType, kv_block_bytes, load
 
 GIB = 1 << 30
 
@@ -111,6 +115,28 @@ def test_ranks_share_matrices_and_kv_heads_but_not_norms() -> None:
     for tp in (2, 4, 8):
         assert parameter_count(LLAMA_3_1_8B, tp) - norms == (whole - norms) // tp
         assert kv_bytes_per_token(LLAMA_3_1_8B, "bfloat16", tp) == 131_072 // tp
+
+
+@settings(deadline=None)
+@given(
+    block_size=st.integers(1, 256),
+    head_dim=st.integers(1, 64).map(lambda half: 2 * half),
+    kv_heads=st.integers(1, 8),
+    layers=st.integers(1, 40),
+    kv_type=st.sampled_from(KvType),
+)
+def test_compiled_kernels_take_what_is_planned_for_a_block(
+    block_size: int, head_dim: int, kv_heads: int, layers: int, kv_type: KvType
+) -> None:
+    """Planned is a whole number of bytes for a position: less than a byte each more than the block."""
+    try:
+        library = load()
+    except BuildError as error:
+        pytest.skip(f"no native kernels here: {error}")
+    sizes = AttentionSizes(num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, kv_type=kv_type)
+    arch = msgspec.structs.replace(SMOLLM2_135M, num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim)
+    planned = block_size * kv_bytes_per_token(arch, kv_type.name.lower(), 1, block_size)
+    assert 0 <= planned - layers * kv_block_bytes(library, sizes) < block_size
 
 
 def test_which_degrees_divide() -> None:

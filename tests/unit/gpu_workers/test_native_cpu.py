@@ -169,6 +169,31 @@ def test_a_compiler_that_does_not_exist_is_named(no_compiler: None, monkeypatch:
         make_backend("cpu", "float32", 1, True, "native")
 
 
+def test_an_instruction_set_that_does_not_exist_is_refused(native: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENMILL_CPU_ISA", "sse9")
+    load.cache_clear()
+    try:
+        with pytest.raises(StartError, match=r"^TOKENMILL_CPU_ISA: 'sse9' is not one of avx512, avx2, portable$"):
+            make_backend("cpu", "float32", 1, True)
+    finally:
+        load.cache_clear()
+
+
+def test_int8_keys_and_values_are_not_left_out_where_the_kernels_fail(no_compiler: None) -> None:
+    with pytest.raises(StartError, match=r"^--kv-dtype int8 needs compiled kernels, .* no C\+\+ compiler"):
+        make_backend("cpu", "float32", 1, True, kv_dtype="int8")
+
+
+def test_a_library_that_cannot_be_loaded_is_named(
+    no_compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "cut off.so"
+    broken.write_bytes(b"\x7fELF")
+    monkeypatch.setattr("kernels.cpu.library.build", lambda progress: broken)
+    with pytest.raises(StartError, match=r"cannot be loaded: .*Delete .*cut off\.so, to have them compiled again"):
+        make_backend("cpu", "float32", 1, True, "native")
+
+
 def test_torch_is_taken_without_a_word_where_it_is_asked_for(
     no_compiler: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ipc import messages
 from ipc.codec import Decoder, encode, pack_floats, pack_ints, unpack_floats, unpack_ints
-from ipc.messages import Abort, Generate, SamplingParams, TextPrompt, ToTokenizer
+from ipc.messages import Abort, Generate, SamplingParams, StepResult, TextPrompt, ToTokenizer
 
 decode: Decoder[ToTokenizer] = Decoder(ToTokenizer)
 
@@ -43,6 +43,11 @@ def test_messages_round_trip_through_their_union() -> None:
 def test_a_reader_understands_a_message_without_its_later_fields() -> None:
     older = msgspec.msgpack.encode(["Generate", 7, ["TextPrompt", "x"], ["SamplingParams", 5]])
     assert decode(older) == Generate(7, TextPrompt("x"), SamplingParams(max_tokens=5))
+
+
+def test_times_of_older_event_logs_are_read_as_what_they_are() -> None:
+    older = msgspec.msgpack.encode(["StepResult", 1, b"", [], 10, 20, 30])
+    assert Decoder(StepResult)(older) == StepResult(1, b"", (), prepare_us=10, forward_us=20, sample_us=30)
 
 
 @pytest.mark.parametrize(
