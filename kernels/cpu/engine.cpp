@@ -19,7 +19,7 @@ namespace tokenmill {
 
 namespace {
 
-constexpr int kTileRows = 24;    // rows of one product task: with the panel's inputs they fit the caches
+constexpr int kTileRows = 48;    // rows of one product task; with more rows than that, a weight is read several times
 constexpr int kTileColumns = 32;  // results of one product task for each row
 constexpr int64_t kRowsReserved = 64;  // buffers grow by this many
 constexpr int64_t kRowsInline = 4;  // fewer rows are not worth waking a thread for a norm
