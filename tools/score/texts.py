@@ -47,8 +47,10 @@ def pieces(
     for text in texts:
         tokens = encode(text)
         for start in range(0, len(tokens), length):
-            piece = tuple(tokens[start : start + length if left is None else start + min(length, left + 1)])
-            if len(piece) < 2 or piece in found:
+            whole = tuple(tokens[start : start + length])
+            piece = whole if left is None else whole[: left + 1]
+            # Cut, one that was there before would look like another.
+            if len(piece) < 2 or piece in found or whole in found:
                 continue
             found[piece] = None
             if left is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -144,6 +144,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=30), max_size=8)
 
 
 @given(TEXTS, st.integers(2, 12), st.one_of(st.none(), st.integers(1, 60)))
+@example([[0, 0], [1, 0, 0, 0, 0, 0, 1, 0, 0]], 3, 6)
 def test_pieces_are_parts_of_the_texts_within_all_limits(texts: list[list[int]], length: int, most: int | None) -> None:
     joined = [" ".join(map(str, text)) for text in texts]
     found = pieces(joined, lambda text: [int(word) for word in text.split()], length, most)
