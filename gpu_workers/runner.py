@@ -33,7 +33,10 @@ class Model(Protocol):
         """[S, vocab] float32 logits of a batch that the backend has prepared, good until the next forward."""
 
     def best_ids(self, batch: Any, kv: Any) -> NDArray[np.int64]:
-        """Instead: the ids [S] of the largest logits, the lowest one of equals. Raises FloatingPointError on NaN."""
+        """With one rank, instead: the ids [S] of the largest logits, the lowest one of equals.
+
+        Raises FloatingPointError on NaN.
+        """
 
 
 class Runner:

@@ -9,30 +9,15 @@ from config.schema import ChildSpec
 from gpu_workers.backends import make_backend
 from gpu_workers.comm import make_comm
 from gpu_workers.runner import Runner
+from gpu_workers.sampler_state import GREEDY
 from gpu_workers.step_loop import run_plans
 from gpu_workers.weights.loader import load_model
 from ipc.channels import BlockingDealer
-from ipc.codec import Decoder, pack_floats, pack_ints
+from ipc.codec import Decoder, pack_ints
 from ipc.control import Control
-from ipc.messages import NewRow, SamplingSpec, StepPlan, ToWorker, WorkerReady
+from ipc.messages import NewRow, StepPlan, ToWorker, WorkerReady
 
 _WARM_UP_TOKENS = 16
-
-_GREEDY = SamplingSpec(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    seed=0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    bias_ids=pack_ints(()),
-    bias_values=pack_floats(()),
-    min_tokens=0,
-    banned_ids=pack_ints(()),
-    logprobs=-1,
-)
 
 
 class Worker:
@@ -89,7 +74,7 @@ class Worker:
         n = min(_WARM_UP_TOKENS, blocks * block_size - 1, longest - 1)
         if n < 1:
             return
-        row = NewRow(0, pack_ints([0] * n), n, pack_ints(range(blocks)), _GREEDY)
+        row = NewRow(0, pack_ints([0] * n), n, pack_ints(range(blocks)), GREEDY)
         runner.execute(StepPlan(0, (row,), b"", b"", pack_ints((0, 0, n, 1))))
         runner.execute(StepPlan(1, (), b"", b"", pack_ints((0, n, 1, 1))))
 
@@ -111,6 +96,5 @@ class Worker:
 
 def _give_back_memory() -> None:
     """What loading took and needs no more goes back to the system; glibc would keep it, as much as half the weights."""
-    gc.collect()
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

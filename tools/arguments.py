@@ -38,3 +38,20 @@ def count(text: str) -> int:
     if value == 0:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
+
+
+def add_numbers(parser: argparse.ArgumentParser, kv_default: str, kv_help: str) -> None:
+    """The options of a model in one process that say in which numbers it computes, as a server's do."""
+    parser.add_argument(
+        "--kernels", choices=("auto", "native", "torch"), default="auto", help="CPU kernels, as of the server"
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=("auto", "none"),
+        default="auto",
+        help="quantized weights are multiplied as integers (auto), or dequantized (none); as of the server",
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute dtype")
+    parser.add_argument(
+        "--kv-dtype", choices=("float32", "float16", "bfloat16", "int8"), default=kv_default, help=kv_help
+    )

@@ -17,7 +17,6 @@ from config.schema import ModelArch
 from gpu_workers.backend import Array, Backend, LoadedWeight, Weight
 from gpu_workers.batch import ForwardBatch
 from gpu_workers.comm import Comm
-from gpu_workers.sampling import argmax
 from gpu_workers.weights.quantized import GROUP, QuantizedWeight, cat
 from gpu_workers.weights.source import Weights
 from ipc.control import StartError
@@ -157,10 +156,11 @@ class LlamaModel:
         return self.comm.all_gather(self._run(batch, kv))[:, : self.arch.vocab_size]
 
     def best_ids(self, batch: Any, kv: Any) -> NDArray[np.int64]:
-        """As `forward`, but the ids [S] of the largest logits, the lowest of equals; FloatingPointError on NaN."""
-        if self.comm.size == 1:
-            return self._run.best_ids(batch, kv)
-        return argmax(self.forward(batch, kv))
+        """As `forward`, but the ids [S] of the largest logits, the lowest of equals; FloatingPointError on NaN.
+
+        For a single rank: with several, each knows the logits of its part of the vocabulary only.
+        """
+        return self._run.best_ids(batch, kv)
 
     def _local_logits(self, batch: ForwardBatch, kv: Any) -> Array:
         backend, eps = self.backend, self.arch.rms_norm_eps

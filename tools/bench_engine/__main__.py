@@ -8,17 +8,15 @@ from pathlib import Path
 
 from config.arch import read_arch
 from config.memory_plan import kv_bytes_per_token
-from gpu_workers.comm import LocalComm
-from gpu_workers.models import model_class
 from gpu_workers.models.llama import LlamaModel
-from gpu_workers.weights.loader import open_source
-from gpu_workers.weights.source import Weights
 from ipc.control import StartError
 from kernels.cpu.build import BuildError
+from tools.arguments import add_numbers
 from tools.bench_engine.measured import MeasuredBackend, make_measured_backend
 from tools.bench_engine.steps import BLOCK_SIZE, MOST_STEPS, Steps, StepTimes, attention_operations
 from tools.bench_kernels.command import check_common, machine_line, say, write_json
 from tools.bench_kernels.limits import Limits, Work, measure_limits, usable_cores
+from tools.score.model import assemble
 from tools.simulate.table import render
 
 _EPILOG = """\
@@ -77,10 +75,8 @@ def load_model(
     progress: Callable[[str], None],
 ) -> LlamaModel:
     """The model in this process, alone; StartError or ValueError when it can't be loaded."""
-    arch = read_arch(path)
     backend = make_measured_backend(kernels, dtype, threads, quantized, kv_dtype, progress)
-    weights = Weights(open_source(path), lambda fraction: None)
-    return model_class(arch.family)(arch, None, weights, backend, LocalComm())
+    return assemble(path, backend)
 
 
 class Bench:
@@ -134,22 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", type=Path, required=True, help="directory with safetensors, or a .gguf file")
-    parser.add_argument(
-        "--kernels", choices=("auto", "native", "torch"), default="auto", help="CPU kernels, as of the server"
-    )
-    parser.add_argument(
-        "--quantization",
-        choices=("auto", "none"),
-        default="auto",
-        help="quantized weights are multiplied as integers (auto), or dequantized (none); as of the server",
-    )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute dtype")
-    parser.add_argument(
-        "--kv-dtype",
-        choices=("float32", "float16", "bfloat16", "int8"),
-        default="float16",
-        help="of the native kernels' KV cache; the server's default, too",
-    )
+    add_numbers(parser, "float16", "of the native kernels' KV cache; the server's default, too")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="compute threads (default: usable cores)")
     parser.add_argument(
         "--prefill", type=counts, default=[128, 512, 1000, 2000], help="tokens of prompts (default: 128,512,1000,2000)"

@@ -11,15 +11,14 @@ from gpu_workers.backend import Backend
 from gpu_workers.comm import LocalComm
 from gpu_workers.models.llama import LlamaModel
 from gpu_workers.runner import Runner
-from ipc.codec import pack_floats, pack_ints
-from ipc.messages import NewRow, SamplingSpec, StepPlan
+from gpu_workers.sampler_state import GREEDY
+from ipc.codec import pack_ints
+from ipc.messages import NewRow, StepPlan
 from tools.bench_engine.measured import MeasuredBackend
 
 BLOCK_SIZE = 16
 LEAST_STEPS = 3
 MOST_STEPS = 256
-
-_GREEDY = SamplingSpec(0.0, 0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, pack_ints(()), pack_floats(()), 0, pack_ints(()), -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class Steps:
         """The step of a new request with a prompt of `tokens` random tokens, and blocks for `length`."""
         ids = [self._random.randrange(self._vocab_size) for _ in range(tokens)]
         blocks = -(-length // BLOCK_SIZE)
-        new = NewRow(row, pack_ints(ids), tokens, pack_ints(range(row * blocks, (row + 1) * blocks)), _GREEDY)
+        new = NewRow(row, pack_ints(ids), tokens, pack_ints(range(row * blocks, (row + 1) * blocks)), GREEDY)
         plan = self._plan([(row, 0, tokens, 1)], (new,))
         self._rows.append(row)
         return plan

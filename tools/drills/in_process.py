@@ -14,11 +14,10 @@ from config.schema import Config
 from gpu_workers.comm import LocalComm
 from gpu_workers.models.llama import LlamaModel
 from gpu_workers.runner import Runner
-from ipc.codec import pack_floats, pack_ints
-from ipc.messages import NewRow, SamplingSpec, StepPlan
+from gpu_workers.sampler_state import GREEDY
+from ipc.codec import pack_ints
+from ipc.messages import NewRow, StepPlan
 from tools.score.model import load
-
-_GREEDY = SamplingSpec(0.0, 0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, pack_ints(()), pack_floats(()), 0, pack_ints(()), -1)
 
 
 @dataclass(slots=True)
@@ -60,7 +59,7 @@ class ClosedLoop:
             while waiting and rows and budget:
                 prompt, row = waiting.popleft(), rows.pop(0)
                 blocks = range(row * self._row_blocks, (row + 1) * self._row_blocks)
-                new.append(NewRow(row, pack_ints(prompt), len(prompt), pack_ints(blocks), _GREEDY))
+                new.append(NewRow(row, pack_ints(prompt), len(prompt), pack_ints(blocks), GREEDY))
                 running.append(_Running(row, len(prompt), len(prompt) + output_tokens))
                 budget -= self._schedule(running[-1], budget, scheduled)
             self._execute(scheduled, new)

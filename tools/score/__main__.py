@@ -23,10 +23,10 @@ from gpu_workers.backends.native_cpu import NativeCpuBackend
 from gpu_workers.models.llama import LlamaModel
 from ipc.control import StartError
 from tokenizer_proc.vocabulary import load_vocabulary
-from tools.arguments import count
+from tools.arguments import add_numbers, count
 from tools.score.model import load, load_exact
 from tools.score.perplexity import Likelihood, Scorer, ratio
-from tools.score.reference import TOLERANCES, Score, score_row, tolerance_of
+from tools.score.reference import Score, score_row, tolerance_of
 from tools.score.texts import pieces, read_texts
 
 _EPILOG = """\
@@ -51,23 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=count, default=None, help="of --text, scored in all (default: all)")
     parser.add_argument("--length", type=count, default=1024, help="most tokens of a piece of --text (default 1024)")
     parser.add_argument("--against-torch", action="store_true", help="compare the perplexity with plain torch's")
-    parser.add_argument("--dtype", choices=sorted(TOLERANCES), default="float32", help="compute dtype")
     parser.add_argument("--threads", type=count, default=None, help="compute threads (default: torch's choice)")
-    parser.add_argument(
-        "--quantization",
-        choices=("auto", "none"),
-        default="auto",
-        help="quantized weights are multiplied as integers (auto), or dequantized (none); as of the server",
-    )
-    parser.add_argument(
-        "--kernels", choices=("auto", "native", "torch"), default="auto", help="CPU kernels, as of the server"
-    )
-    parser.add_argument(
-        "--kv-dtype",
-        choices=("float32", "float16", "bfloat16", "int8"),
-        default="float32",
-        help="of the native kernels' KV cache; the server's default is float16",
-    )
+    add_numbers(parser, "float32", "of the native kernels' KV cache; the server's default is float16")
     return parser
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from config.arch import read_arch
+from gpu_workers.backend import Backend
 from gpu_workers.backends import make_backend
 from gpu_workers.batch import ForwardBatch
 from gpu_workers.comm import LocalComm
@@ -27,12 +28,10 @@ def load(
     kv_dtype: str = "float32",
 ) -> LlamaModel:
     """The model as a server with these settings has it; StartError or ValueError when it can't be loaded."""
-    arch = read_arch(path)
     backend = make_backend(
         "cpu", dtype, threads, deterministic=True, kernels=kernels, quantized=quantized, kv_dtype=kv_dtype
     )
-    weights = Weights(open_source(path), lambda fraction: None)
-    return model_class(arch.family)(arch, None, weights, backend, LocalComm())
+    return assemble(path, backend)
 
 
 def load_exact(path: Path, threads: int | None) -> LlamaModel:
@@ -41,9 +40,15 @@ def load_exact(path: Path, threads: int | None) -> LlamaModel:
     A yardstick of what computing with integers costs: `load` with torch operations rounds such weights to bfloat16,
     which differs from what the file says by as much again. Raises as `load`.
     """
-    arch = read_arch(path)
     backend = make_backend("cpu", "float32", threads, deterministic=True, kernels="torch", quantized=False)
-    weights = Weights(_Exact(open_source(path)), lambda fraction: None)
+    return assemble(path, backend, exact=True)
+
+
+def assemble(path: Path, backend: Backend, exact: bool = False) -> LlamaModel:
+    """The model of the checkpoint `path` on one rank; `exact`: see `load_exact`. Raises as `load`."""
+    arch = read_arch(path)
+    source = open_source(path)
+    weights = Weights(_Exact(source) if exact else source, lambda fraction: None)
     return model_class(arch.family)(arch, None, weights, backend, LocalComm())
 
 
