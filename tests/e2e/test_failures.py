@@ -77,9 +77,10 @@ def test_only_the_worker_has_torch(server: Server) -> None:
 def test_sigterm_lets_running_requests_finish(model_path: Path) -> None:
     async def main(server: Server) -> Answer:
         async with client_session() as session:
-            body = {"model": "smol", "prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
+            body = {"model": "smol", "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
             task = asyncio.create_task(post(session, server.url + "/v1/completions", body))
             await asyncio.sleep(0.8)
+            assert not task.done()
             server.process.send_signal(signal.SIGTERM)
             return await task
 
@@ -98,6 +99,7 @@ def test_requests_that_cannot_finish_are_told_so_at_the_end(model_path: Path, si
             body = {"model": "smol", "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
             tasks = [asyncio.create_task(post(session, server.url + "/v1/completions", body)) for _ in range(4)]
             await asyncio.sleep(1.5)
+            assert not any(task.done() for task in tasks)
             for _ in range(signals):
                 server.process.send_signal(signal.SIGTERM)
                 await asyncio.sleep(0.2)

@@ -32,8 +32,11 @@ def engine(model_path: Path) -> Iterator[Server]:
         yield running
 
 
-def request_of(number: int, max_tokens: int = 32, words: int = 0) -> dict[str, Any]:
-    """Every second one is greedy, the others are sampled with a seed; `words` lengthen the prompt."""
+def request_of(number: int, max_tokens: int = 160, words: int = 0) -> dict[str, Any]:
+    """Every second one is greedy, the others are sampled with a seed; `words` lengthen the prompt.
+
+    Long enough by default for something to be done while it runs.
+    """
     sampling = {"temperature": 0} if number % 2 == 0 else {"temperature": 1.0, "seed": number}
     context = " ".join(f"Item {number}.{word} of the list." for word in range(words))
     return {
@@ -91,7 +94,8 @@ class Client:
     async def all_running(self, count: int) -> None:
         """Until so many requests run, and have done so for some steps."""
         before = await self.until("/health/progress", lambda status, body: body.get("running") == count)
-        await self.until("/health/progress", lambda status, body: body["step"] > before["step"] + 5)
+        after = await self.until("/health/progress", lambda status, body: body["step"] > before["step"] + 5)
+        assert after["running"] == count, "requests ended before the test could do anything to them"
 
 
 @asynccontextmanager
@@ -204,7 +208,7 @@ def test_requests_behind_another_dead_process_hear_of_it_and_the_next_one_is_ser
 @pytest.mark.slow
 def test_a_killed_rank_of_three_takes_the_others_with_it_and_all_come_back(model_path: Path) -> None:
     async def main(server: Server) -> None:
-        bodies = [request_of(number, max_tokens=16) for number in range(2)]
+        bodies = [request_of(number, max_tokens=64) for number in range(2)]
         async with client_of(server) as client:
             alone = [await client.complete(body) for body in bodies]
             before = server.roles()
