@@ -20,12 +20,23 @@ class Message(Struct, tag=True, tag_field="message_type", array_like=True, gc=Fa
 # --- client (HTTP frontend, SDK) <-> tokenizer -----------------------------------------------------------------------
 
 
+class ToolCall(Message, frozen=True):
+    """A call that the model made in an earlier turn."""
+
+    id: str
+    name: str
+    arguments: str  # JSON
+
+
 class ChatMessage(Message, frozen=True):
     """One turn of a conversation, its text parts already joined."""
 
     role: str
     content: str
     name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant's turn
+    tool_call_id: str | None = None  # of a tool's turn: which call it answers
+    reasoning: str = ""  # of an assistant's turn
 
 
 class TextPrompt(Message, frozen=True):
@@ -36,10 +47,22 @@ class ChatPrompt(Message, frozen=True):
     messages: tuple[ChatMessage, ...]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools: bytes = b""  # JSON: OpenAI's list of function tools, for the template
+    template_kwargs: bytes = b""  # JSON: an object of further names for the template
 
 
 class TokenPrompt(Message, frozen=True):
     token_ids: bytes  # int32
+
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
+
+
+class Grammar(Message, frozen=True):
+    """What an output must match as a whole."""
+
+    kind: GrammarKind
+    source: str  # a JSON schema, a regular expression, a JSON list of strings, or llguidance's dialect of Lark
 
 
 class SamplingParams(Message, frozen=True):
@@ -66,6 +89,10 @@ class SamplingParams(Message, frozen=True):
     stop_on_loop: int | None = (
         None  # repeats of one sequence at the end that end the output; 0: off; None: the server's
     )
+    grammar: Grammar | None = None
+    allowed_token_ids: tuple[int, ...] = ()  # nothing else is sampled; empty: no such limit
+    bad_words: tuple[str, ...] = ()  # never generated
+    prompt_logprobs: int | None = None  # None: none; k: of each prompt token, and of the k best there
 
 
 class Generate(Message, frozen=True):
