@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from ipc.client import RequestOptions
 from ipc.codec import pack_ints
-from ipc.messages import ChatMessage, ChatPrompt, ModelInfo, SamplingParams, TextPrompt, TokenPrompt
+from ipc.messages import ChatMessage, ChatPrompt, ModelInfo, SamplingParams, TextPrompt, TokenPrompt, ToolCall
 from ipc.validation import InvalidRequest, check_characters, validate_options, validate_params, validate_prompt
 
 from . import protocol
 from .errors import ApiError
+from .parsers import OutputFormat
+from .tools import tool_request
 
 T = TypeVar("T")
 
@@ -33,18 +36,14 @@ class Job(Struct, frozen=True):
     return_token_ids: bool = False
     options: RequestOptions = {}  # of those, what a body can say
     cache_salt: str = ""
+    output_format: OutputFormat = OutputFormat()
 
 
 def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
     """The job of a chat request."""
     _check_model(body.model, model)
     _refuse_unsupported(body)
-    for name in ("tools", "functions"):
-        if getattr(body, name):
-            raise _not_yet(name)
-    for name in ("tool_choice", "function_call"):
-        if getattr(body, name) not in (None, "none"):
-            raise _not_yet(name)
+    tools = tool_request(body, model)
     if body.modalities not in (None, ["text"]):
         raise ApiError(400, 'modalities must be ["text"]: the model generates nothing else', param="modalities")
     if body.audio is not None:
@@ -55,6 +54,8 @@ def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
         messages=tuple(_chat_message(index, message) for index, message in enumerate(body.messages)),
         add_generation_prompt=_given(body.add_generation_prompt, not body.continue_final_message),
         continue_final_message=bool(body.continue_final_message),
+        tools=tools.shown,
+        template_kwargs=msgspec.json.encode(body.chat_template_kwargs) if body.chat_template_kwargs else b"",
     )
     renamed = {"logprobs": "top_logprobs"}
     max_tokens = body.max_tokens
@@ -62,7 +63,7 @@ def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
         max_tokens = body.max_completion_tokens
         renamed["max_tokens"] = "max_completion_tokens"
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _job(body, (prompt,), max_tokens, logprobs, model, renamed)
+    return tools.apply(_job(body, (prompt,), max_tokens, logprobs, model, renamed))
 
 
 def completion_job(body: protocol.CompletionRequest, model: ModelInfo) -> Job:
@@ -114,10 +115,10 @@ def _refuse_unsupported(body: protocol.SamplingFields) -> None:
 
 def _chat_message(index: int, message: protocol.Message) -> ChatMessage:
     where = f"messages[{index}]"
-    if message.tool_calls:
-        raise _not_yet(f"{where}.tool_calls")
     if message.function_call:
-        raise _not_yet(f"{where}.function_call")
+        raise ApiError(
+            400, f"{where}.function_call is deprecated: use tool_calls instead", param=f"{where}.function_call"
+        )
     content = message.content
     if content is None:
         if message.role != "assistant":
@@ -125,7 +126,14 @@ def _chat_message(index: int, message: protocol.Message) -> ChatMessage:
         content = ""
     elif not isinstance(content, str):
         content = "".join(_part_text(f"{where}.content[{at}]", part) for at, part in enumerate(content))
-    return ChatMessage(_ROLES.get(message.role, message.role), content, message.name)
+    return ChatMessage(
+        _ROLES.get(message.role, message.role),
+        content,
+        message.name,
+        tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()),
+        message.tool_call_id,
+        message.reasoning_content or message.reasoning or "",
+    )
 
 
 def _part_text(where: str, part: protocol.ContentPart) -> str:

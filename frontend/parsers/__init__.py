@@ -4,9 +4,10 @@ A format of tool calls is a module with a `CallParser`: see `frontend.parsers.ca
 for the setting.
 """
 
-from collections.abc import Collection
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from frontend.pieces import OutputParser, Piece, Text
 
@@ -38,21 +39,35 @@ def call_parser(name: str) -> "type[CallParser]":
     return found
 
 
-def make_parser(tool_format: str, names: Collection[str], reasoning_format: str) -> OutputParser:
-    """A parser for one choice. `names`: of the request's functions. An empty format means that there is none."""
-    parser: OutputParser = call_parser(tool_format)(names) if tool_format else PlainParser()
-    if reasoning_format:
-        from .think import ThinkParser
+class OutputFormat(Struct, frozen=True):
+    """How the outputs of a request are written; an empty name means that there is nothing of the kind."""
 
-        parser = ThinkParser(parser)
-    return parser
+    tools: str = ""
+    names: tuple[str, ...] = ()  # of the request's functions
+    reasoning: str = ""
+    most_calls: int | None = None  # further ones are left out
 
+    @property
+    def plain(self) -> bool:
+        """Whether all is text."""
+        return not self.tools and not self.reasoning
 
-def markup(tool_format: str, reasoning_format: str) -> tuple[str, ...]:
-    """Texts that mark up an output; where they are special tokens, they must be shown for the parser to see them."""
-    marks: tuple[str, ...] = call_parser(tool_format).markup if tool_format else ()
-    if reasoning_format:
-        from .think import MARKUP
+    def parser(self) -> OutputParser:
+        """A new parser, for one choice."""
+        parser: OutputParser = PlainParser()
+        if self.tools:
+            parser = call_parser(self.tools)(self.names, self.most_calls)
+        if self.reasoning:
+            from .think import ThinkParser
 
-        marks += MARKUP
-    return marks
+            parser = ThinkParser(parser)
+        return parser
+
+    def markup(self) -> tuple[str, ...]:
+        """Texts that mark an output up. Those that are special tokens must be shown for the parser to see them."""
+        marks: tuple[str, ...] = call_parser(self.tools).markup if self.tools else ()
+        if self.reasoning:
+            from .think import MARKUP
+
+            marks += MARKUP
+        return marks

@@ -12,7 +12,7 @@ from typing import ClassVar, TypeVar
 
 import msgspec
 
-from frontend.pieces import OutputParser, Piece, Text, ToolArguments, ToolCallBegin
+from frontend.pieces import OutputParser, Piece, Reasoning, Text, ToolArguments, ToolCallBegin
 
 from .json_object import ObjectScanner, decoded_string
 
@@ -25,12 +25,14 @@ class CallParser(OutputParser):
 
     markup: ClassVar[tuple[str, ...]]  # what may be a special token of the vocabulary
 
-    def __init__(self, names: Collection[str]) -> None:
-        """`names`: of the functions that the request has."""
+    def __init__(self, names: Collection[str], most: int | None = None) -> None:
+        """`names`: of the functions that the request has. Calls beyond `most` are left out."""
         self._names = names
+        self._most = most
         self._pieces: list[Piece] = []
         self._gap = ""  # white space that is text if more text follows
         self._behind_call = False
+        self._spoken = False  # whether there has been text
         self._calls = 0
         self._watched = ""  # while all that has come is decided: the character with which markup begins
         self._char = ""
@@ -76,7 +78,9 @@ class CallParser(OutputParser):
 
     def _take(self) -> list[Piece]:
         pieces, self._pieces = self._pieces, []
-        return pieces
+        if self._most is None or self._calls <= self._most:
+            return pieces
+        return [piece for piece in pieces if isinstance(piece, Text | Reasoning) or piece.call < self._most]
 
     def _whole(self) -> Script[None]:
         yield from self._advance()
@@ -98,12 +102,15 @@ class CallParser(OutputParser):
             self._pieces.append(piece)
 
     def _say(self, text: str) -> None:
-        """Text; white space at its end waits for what follows, and behind a call there is none at its beginning."""
-        text = text.lstrip() if self._behind_call else self._gap + text
+        """Text; white space at its end waits for what follows. Behind a call it only keeps texts apart."""
+        text = self._gap + text
+        if self._behind_call and not self._spoken:
+            text = text.lstrip()
         shown = text.rstrip()
         self._gap = text[len(shown) :]
         if shown:
             self._behind_call = False
+            self._spoken = True
             self._put(Text(shown))
 
     def _text_until(self, mark: str) -> Script[bool]:
