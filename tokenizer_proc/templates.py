@@ -113,23 +113,22 @@ class TemplateRenderer:
 
     async def check_tools(self) -> bool:
         """Whether the template shows a request's tools; if it does not, they are described in the system message."""
+        self._shows_tools = self._system_role = True
         user = ChatMessage("user", "Hello there!")
         function = {"name": "get_time", "description": "The time.", "parameters": {"type": "object", "properties": {}}}
         tools = msgspec.json.encode([{"type": "function", "function": function}])
         try:
-            self._shows_tools = await self.render(ChatPrompt((user,))) != await self.render(
-                ChatPrompt((user,), tools=tools)
-            )
+            without = await self.render(ChatPrompt((user,)))
+            shows = without != await self.render(ChatPrompt((user,), tools=tools))
         except TemplateError:
-            return (
-                True  # `check_generation_prompt` has said that it does not work at all, or its error is for the request
-            )
-        if not self._shows_tools:
+            return True  # what it says of these messages, it says to those who ask
+        if not shows:
             try:
                 await self.render(ChatPrompt((ChatMessage("system", "Be brief."), user)))
             except TemplateError:
                 self._system_role = False
-        return self._shows_tools
+        self._shows_tools = shows
+        return shows
 
     async def _render(self, request: Render) -> str:
         await self._lock.acquire()
