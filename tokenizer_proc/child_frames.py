@@ -1,7 +1,7 @@
 """The two ends of a pipe to a process that may be killed: what `KillableChild` sends, and the loop that answers it.
 
 Requests arrive on stdin and answers leave on stdout, one at a time: a little-endian 32-bit length, then msgpack. The
-first request is the set-up. End of file on stdin ends the process; should it be busy at that time, its alarm clock does.
+first request is the set-up. End of file on stdin ends the process; should it be busy then, its alarm clock does.
 """
 
 import resource
