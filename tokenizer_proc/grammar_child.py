@@ -6,6 +6,7 @@ takes a few milliseconds.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import cast
 
@@ -20,9 +21,11 @@ from .child_frames import Answer, Done, Refused, serve, set_alarm, stop_alarm
 from .grammar_requests import Compile, Request, Setup
 from .json_schemas import UnsupportedSchema, check_keywords
 
-_MAX_MESSAGE_CHARS = 500  # llguidance quotes the grammar
+_MAX_MESSAGE_CHARS = 500
+_EXCERPT = re.compile(r"\n +\d+ \| .*", re.DOTALL)  # of the Lark grammar, with which a message ends
+_PLACE = re.compile(r"at \d+\(\d+\): (?:failed to compile JSON schema: )?")  # in it
 # The model decides how text that the grammar forces is cut into tokens: llguidance would need the tokenizer for it.
-_OPTIONS = '%llguidance {"no_forcing": true}\n'
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 # Compact, or as Python's json.dumps writes it: no other whitespace, in which small models lose themselves.
 _JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": False}
 
@@ -38,7 +41,7 @@ def translate(kind: GrammarKind, source: str) -> str:
         lark = "start: " + " | ".join(json.dumps(text) for text in json.loads(source))
     else:
         lark = "start: %json " + json.dumps(_schema(source if kind == "json_schema" else '{"type": "object"}'))
-    return json.dumps({"grammars": [{"lark_grammar": _OPTIONS + lark}]})
+    return json.dumps({"grammars": [{"lark_grammar": lark + _OPTIONS}]})
 
 
 def _schema(source: str) -> dict[str, object]:
@@ -78,7 +81,7 @@ class Compiler:
         except RecursionError:
             return Refused("it nests too deep")
         except Exception as error:  # whatever a grammar does wrong is the request's error, never this process's
-            return Refused(_short(str(error)))
+            return Refused(_readable(str(error)))
 
     def _compile(self, request: Compile) -> Answer:
         assert self._tokenizer is not None
@@ -87,12 +90,14 @@ class Compiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that matches nothing shows it here
         if matcher.is_error():
-            return Refused(_short(matcher.get_error()))
+            return Refused(_readable(matcher.get_error(), with_place=request.kind == "lark"))
         return Done(grammar)
 
 
-def _short(message: str) -> str:
-    text = message.strip()
+def _readable(message: str, *, with_place: bool = False) -> str:
+    """llguidance's message without the Lark around what the client wrote."""
+    text = _EXCERPT.sub("", message).strip()
+    text = text if with_place else _PLACE.sub("", text, count=1)
     return text if len(text) <= _MAX_MESSAGE_CHARS else text[:_MAX_MESSAGE_CHARS] + "..."
 
 

@@ -50,7 +50,7 @@ def check_keywords(schema: Any) -> None:
 def _check_properties(node: dict[str, Any]) -> None:
     """Names of properties that are not listed may repeat in the output, and then count once."""
     least = node.get("minProperties", 0)
-    required = node.get("required", ())
+    required = node.get("required", [])
     if isinstance(least, int) and isinstance(required, list) and least > max(1, len(required)):
         raise UnsupportedSchema("minProperties above the number of required properties is not supported")
 
