@@ -1,6 +1,7 @@
 """The one error type of the HTTP side, and its response."""
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 from aiohttp import web
@@ -46,6 +47,14 @@ class ApiError(Exception):
     @classmethod
     def of_invalid(cls, error: InvalidRequest) -> "ApiError":
         return cls(400, error.message, param=error.param, code=error.code)
+
+    def renamed(self, names: Mapping[str, str]) -> "ApiError":
+        """The same with the engine's name of a parameter replaced by the one that the client knows it by."""
+        param = self.body.param
+        if param is not None and param in names:
+            self.body.param = names[param]
+            self.body.message = self.body.message.replace(param, names[param], 1)
+        return self
 
     def encode(self) -> bytes:
         return msgspec.json.encode(ErrorResponse(self.body))

@@ -103,6 +103,7 @@ class SamplerState:
         self._plain[row] = (
             spec.temperature < GREEDY_BELOW
             and spec.logprobs < 0
+            and not spec.grammar
             and not (row in self._bias or row in self._banned or row in self._seen)
         )
 

@@ -222,6 +222,7 @@ class SamplingSpec(Message, frozen=True):
     min_tokens: int
     banned_ids: bytes  # int32: end-of-sequence and stop ids, impossible before min_tokens outputs
     logprobs: int  # -1: none; k >= 0: the chosen token's and the k best
+    grammar: str = ""  # for llguidance's LLMatcher; empty: none
 
 
 class Submit(Message, frozen=True):
@@ -341,6 +342,13 @@ class WorkerReady(Message, frozen=True):
     num_host_blocks: int = 0
 
 
+class RowFailure(Message, frozen=True):
+    """A sampling row whose request can't go on, and none of its tokens counts; `message` is for the client."""
+
+    index: int  # among the sampling rows of the plan
+    message: str
+
+
 class StepResult(Message, frozen=True):
     """Sampled tokens of one step, in the order of the sampling rows of its plan; only rank 0 sends it.
 
@@ -355,6 +363,8 @@ class StepResult(Message, frozen=True):
     forward_us: int = 0
     sample_us: int = 0
     between_us: int = 0
+    completed: tuple[int, ...] = ()  # indices of rows whose output is now all that their grammar allows
+    failed: tuple[RowFailure, ...] = ()
 
 
 class StepFailed(Message, frozen=True):

@@ -81,8 +81,10 @@ def _check_queue(num_prompt: int, choices: int, limits: Limits) -> None:
         )
 
 
-def submits(request_ids: Sequence[int], prompt: Sequence[int], message: Generate, limits: Limits) -> Iterator[Submit]:
-    """One `Submit` for each choice, in order of index, under `request_ids`.
+def submits(
+    request_ids: Sequence[int], prompt: Sequence[int], message: Generate, limits: Limits, grammar: str = ""
+) -> Iterator[Submit]:
+    """One `Submit` for each choice, in order of index, under `request_ids`; `grammar` is the compiled one.
 
     Choice i of a request with seed s uses seed s + i (modulo 2^64); without a seed each choice draws its own.
     """
@@ -92,7 +94,9 @@ def submits(request_ids: Sequence[int], prompt: Sequence[int], message: Generate
         # Tokenizers of fine-tuned models sometimes know special tokens that the embedding has no row for.
         name = prompt_name(message)
         raise InvalidRequest(f"{name}: it holds a special token that the model has no embedding for", name)
-    stop_ids = sorted({*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)})
+    # A grammar allows end-of-sequence only where the output is whole, so there is nothing to ignore.
+    ignore_eos = params.ignore_eos and not grammar
+    stop_ids = sorted({*params.stop_token_ids, *(() if ignore_eos else limits.eos_token_ids)})
     token_ids, stop_token_ids = pack_ints(prompt), pack_ints(stop_ids)
     for index, request_id in enumerate(request_ids):
         if params.seed is None:
@@ -105,7 +109,7 @@ def submits(request_ids: Sequence[int], prompt: Sequence[int], message: Generate
             budget,
             params.min_tokens,
             stop_token_ids,
-            _sampling(params, seed, stop_token_ids if params.min_tokens else b""),
+            _sampling(params, seed, stop_token_ids if params.min_tokens else b"", grammar),
             message.namespace,
             external_id=message.external_id,
             tenant=message.tenant,
@@ -116,7 +120,7 @@ def submits(request_ids: Sequence[int], prompt: Sequence[int], message: Generate
         )
 
 
-def _sampling(params: SamplingParams, seed: int, banned_ids: bytes) -> SamplingSpec:
+def _sampling(params: SamplingParams, seed: int, banned_ids: bytes, grammar: str) -> SamplingSpec:
     return SamplingSpec(
         temperature=params.temperature,
         top_k=max(0, params.top_k),
@@ -131,4 +135,5 @@ def _sampling(params: SamplingParams, seed: int, banned_ids: bytes) -> SamplingS
         min_tokens=params.min_tokens,
         banned_ids=banned_ids,
         logprobs=-1 if params.logprobs is None else params.logprobs,
+        grammar=grammar,
     )

@@ -135,12 +135,13 @@ class Engine:
         stops: tuple[int, ...] = (0,),
         min_tokens: int = 0,
         namespace: str = "",
+        sampling: SamplingSpec = GREEDY,
         **fields: Any,
     ) -> None:
         self.time += 0.001
         self.submitted[request_id] = (prompt, max_tokens, frozenset(stops), min_tokens)
         submit = Submit(
-            request_id, pack_ints(prompt), max_tokens, min_tokens, pack_ints(stops), GREEDY, namespace, **fields
+            request_id, pack_ints(prompt), max_tokens, min_tokens, pack_ints(stops), sampling, namespace, **fields
         )
         self.handle(Arrived(self.time, PEER, submit))
 

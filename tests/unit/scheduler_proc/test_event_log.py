@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from config.schema import SchedulerConfig
 from ipc.codec import pack_ints, unpack_ints
-from ipc.messages import RowOutput, SamplingSpec, StepPlan, StepResult, Submit
+from ipc.messages import RowFailure, RowOutput, SamplingSpec, StepPlan, StepResult, Submit
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.event_log import MAGIC, EventLog, EventLogError, Header, Recorder, create, digest_of
 from scheduler_proc.events import (
@@ -122,7 +122,10 @@ class Recorded:
         plan = self.plans.popleft()
         sampled = sum(unpack_ints(plan.scheduled)[3::4])
         tokens = [FIRST_ID + self.random.choice(self.choices) for _ in range(sampled)]
-        self.handle(StepDone(self.advance(), StepResult(plan.step, pack_ints(tokens), forward_us=7_000)))
+        completed = tuple(index for index in range(sampled) if self.random.random() < 0.02)
+        failed = tuple(RowFailure(index, "of somebody") for index in range(sampled) if self.random.random() < 0.02)
+        result = StepResult(plan.step, pack_ints(tokens), forward_us=7_000, completed=completed, failed=failed)
+        self.handle(StepDone(self.advance(), result))
 
     def live(self) -> tuple[bytes, int]:
         keys = list(self.core.requests)
