@@ -38,7 +38,7 @@ class ParsedChatResponder(ChatResponder):
                 self._begun.add(index)
                 choices += self._first_choices(index)
             if isinstance(item, Finished):
-                choices += [_choice(index, _delta(piece)) for piece in self._finish(index)]
+                choices += [self._piece_choice(index, piece) for piece in self._finish(index)]
                 choices.append(self._last_choice(index, item))
             else:
                 choices += self._delta_choices(index, item)
@@ -49,14 +49,20 @@ class ParsedChatResponder(ChatResponder):
         return [_choice(index, {"role": "assistant", "content": None})]
 
     def _delta_choices(self, index: int, item: Delta) -> list[bytes]:
-        deltas = [_delta(piece) for piece in self._push(index, item)]
+        pieces = self._push(index, item)
+        if not item.logprobs and not self.job.return_token_ids:
+            return [self._piece_choice(index, piece) for piece in pieces]
+        deltas = [_delta(piece) for piece in pieces]
         token_ids = self._token_ids([item])
-        if not item.logprobs and not token_ids:
-            return [_choice(index, delta) for delta in deltas]
         # These come with the first piece, or alone while their text is undecided or was markup.
         logprobs = self._logprobs(index, list(item.logprobs)) if item.logprobs else None
         first, *others = deltas or [{}]
         return [_choice(index, first, logprobs, token_ids), *(_choice(index, delta) for delta in others)]
+
+    def _piece_choice(self, index: int, piece: Piece) -> bytes:
+        if isinstance(piece, Text):  # nearly all are
+            return self._text_choice(index, piece.text, None)
+        return _choice(index, _delta(piece))
 
     def _push(self, index: int, item: Delta) -> Sequence[Piece]:
         parser = self._parser(index)
@@ -68,8 +74,9 @@ class ParsedChatResponder(ChatResponder):
         return self._noted(index, self._parser(index).finish())
 
     def _noted(self, index: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
-        if any(isinstance(piece, ToolCallBegin) for piece in pieces):
-            self._calling.add(index)
+        for piece in pieces:
+            if isinstance(piece, ToolCallBegin):
+                self._calling.add(index)
         return pieces
 
     def _parser(self, index: int) -> OutputParser:
