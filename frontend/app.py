@@ -6,19 +6,26 @@ Orchestrator: only wiring belongs here. Handlers are in `handlers` and `health`,
 from aiohttp import web
 
 from . import handlers, health
+from .messages_api import handlers as messages
+from .messages_api.errors import add_request_id, anthropic_errors
 from .middleware import add_headers, expect, guard
+from .responses_api import handlers as responses
 from .service import SERVICE, Service
 from .streaming import KeepAlive
 
 
 def make_app(service: Service, keep_alive: KeepAlive) -> web.Application:
     """The application of one frontend process."""
-    app = web.Application(middlewares=[guard])
+    app = web.Application(middlewares=[anthropic_errors, guard])
     app[SERVICE] = service
     app[handlers.KEEP_ALIVE] = keep_alive
     app.on_response_prepare.append(add_headers)
+    app.on_response_prepare.append(add_request_id)
     app.router.add_post("/v1/chat/completions", handlers.chat_completions, expect_handler=expect)
     app.router.add_post("/v1/completions", handlers.completions, expect_handler=expect)
+    app.router.add_post("/v1/responses", responses.create, expect_handler=expect)
+    app.router.add_route("*", "/v1/responses/{id:.+}", responses.stored, expect_handler=expect)
+    app.router.add_post("/v1/messages", messages.create, expect_handler=expect)
     app.router.add_get("/v1/models", handlers.list_models, expect_handler=expect)
     app.router.add_get("/v1/models/{id:.+}", handlers.get_model, expect_handler=expect)
     app.router.add_get("/health/live", health.live, expect_handler=expect)

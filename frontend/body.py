@@ -56,14 +56,15 @@ def decode_body(data: bytes, decoder: msgspec.json.Decoder[T]) -> tuple[T, list[
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8 (byte {error.start})") from None
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise invalid_body(str(error)) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON, or holds an unpaired surrogate: {error}") from None
     known = set(type(body).__struct_fields__)  # type: ignore[attr-defined]
     return body, [name for name in names if name not in known]
 
 
-def _invalid(text: str) -> ApiError:
+def invalid_body(text: str) -> ApiError:
+    """400 for a body of another type than expected; `text` is what msgspec's ValidationError says."""
     if missing := _MISSING.search(text):
         parent = _PATH.search(text)
         name = f"{parent[1]}.{missing[1]}" if parent and parent[1] else missing[1]

@@ -6,7 +6,7 @@ Chunks are put together from parts encoded once per request, since a chunk is bu
 import codecs
 import time
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
 
 import msgspec
@@ -26,6 +26,7 @@ from .protocol import (
     TopLogprob,
     Usage,
 )
+from .rendering import Renderer
 from .requests import Job
 
 _encode = msgspec.json.Encoder().encode
@@ -34,7 +35,7 @@ _LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON ca
 DONE = b"data: [DONE]\n\n"
 
 
-class Responder(ABC):
+class Responder(Renderer):
     """Builds the answer to one request, streamed or whole. Index is the choice's, over all prompts."""
 
     id_prefix: str

@@ -1,0 +1,94 @@
+"""Bodies of POST /v1/messages and /v1/messages/count_tokens. What they mean is in `request`.
+
+Every optional field may be null. Fields that are not listed here are accepted and named in a response header.
+https://docs.anthropic.com/en/api/messages
+"""
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from ..translation import ExtraFields
+
+
+class ResultBlock(Struct):
+    """One block of a tool's result."""
+
+    type: str
+    text: str | None = None
+
+
+class Block(Struct):
+    """One block of a message's content."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None  # of tool_use
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None  # of tool_result
+    content: str | list[ResultBlock] | None = None
+
+
+class Message(Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class Tool(Struct):
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(Struct):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct):
+    type: str
+    budget_tokens: int | None = None
+
+
+class OutputFormat(Struct):
+    type: str
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(Struct):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(ExtraFields, kw_only=True):
+    """Body of POST /v1/messages/count_tokens: what decides the prompt."""
+
+    model: str
+    messages: list[Message]
+    system: str | list[Block] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """Body of POST /v1/messages."""
+
+    max_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    stream: bool | None = None
+
+
+messages_decoder = msgspec.json.Decoder(MessagesRequest)
+count_tokens_decoder = msgspec.json.Decoder(CountTokensRequest)

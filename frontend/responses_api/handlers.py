@@ -1,0 +1,34 @@
+"""The routes of the Responses API."""
+
+from aiohttp import web
+
+from ..body import decode_body, read_body
+from ..errors import ApiError
+from ..handlers import generate
+from ..middleware import note_ignored
+from ..parsers import PlainParser
+from ..requests import chat_job
+from ..service import SERVICE
+from .protocol import responses_decoder
+from .render import ResponsesRenderer
+from .request import ignored, translate
+
+
+async def create(request: web.Request) -> web.StreamResponse:
+    """POST /v1/responses"""
+    service = request.app[SERVICE]
+    model = service.model_for_new_request()
+    body, unknown = decode_body(await read_body(request, service.max_body_bytes), responses_decoder)
+    note_ignored(request, ignored(body) + unknown)
+    chat, names = translate(body)
+    try:
+        job = chat_job(chat, model)
+        return await generate(request, job, ResponsesRenderer(job, body, names, PlainParser()))
+    except ApiError as error:
+        raise names.translate(error) from None
+
+
+async def stored(request: web.Request) -> web.StreamResponse:
+    """Any request about a response that was made before."""
+    name = request.match_info["id"].partition("/")[0]
+    raise ApiError(404, f"there is no response {name[:200]!r}: responses are not stored here", code="not_found")
