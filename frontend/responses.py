@@ -123,7 +123,7 @@ class Responder(ABC):
                 created=self.created,
                 model=self.job.model,
                 system_fingerprint=self._fingerprint,
-                choices=choices,  # type: ignore[arg-type]
+                choices=choices,
                 usage=usage,
             )
         )
