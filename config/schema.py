@@ -68,6 +68,29 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     keepalive_seconds: Annotated[
         float, Meta(description="an SSE comment is sent on streams silent for this many seconds", ge=0.1, le=3600)
     ] = 10.0
+    client_timeout: Annotated[
+        float,
+        Meta(
+            description="seconds after which a connection is closed whose client has not sent its request, takes in "
+            "nothing of its answer, or sends no further request",
+            ge=1,
+            le=3600,
+        ),
+    ] = 75.0
+    api_key_file: Annotated[
+        str,
+        Meta(
+            description="file of API keys, a line 'sha256:HEX [name]' for each (python -m launch.keys makes one); "
+            "further keys come from the variable TOKENMILL_API_KEYS, comma-separated. Without keys nobody is asked "
+            "for one"
+        ),
+    ] = ""
+    cors_origin: Annotated[
+        tuple[str, ...],
+        Meta(description="origins whose web pages may use the API, such as https://chat.example.org, or * for all"),
+    ] = ()
+    tls_cert: Annotated[str, Meta(description="PEM file with the certificate chain, for HTTPS; needs --tls-key")] = ""
+    tls_key: Annotated[str, Meta(description="PEM file with the certificate's private key, not encrypted")] = ""
 
 
 class TokenizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -45,8 +45,7 @@ async def generate(request: web.Request, job: Job, renderer: Renderer) -> web.St
     service = request.app[SERVICE]
     service.model_for_new_request()  # a drain may have begun while the body was read
     with service.running():
-        tenant = tenant_of(request.headers.get("Authorization"))
-        generation = Generation(service.client, job, request["id"], service.metrics, tenant)
+        generation = Generation(service.client, job, request["id"], service.metrics, tenant_of(request))
         try:
             if job.stream:
                 return await stream_answer(request, generation, renderer, request.app[KEEP_ALIVE])

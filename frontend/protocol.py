@@ -4,7 +4,7 @@ Fields beyond OpenAI's (`top_k`, `min_p`, ...) have the names that other open se
 null. Fields that are not listed here are accepted and named in a response header.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -179,7 +179,10 @@ class CompletionChoice(Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class CompletionResponse(Struct, kw_only=True):
+Choice = TypeVar("Choice", ChatChoice, CompletionChoice)
+
+
+class CompletionResponse(Struct, Generic[Choice], kw_only=True):
     """Answer to a request that does not stream, of either kind."""
 
     id: str
@@ -187,7 +190,7 @@ class CompletionResponse(Struct, kw_only=True):
     created: int
     model: str
     system_fingerprint: str
-    choices: list[ChatChoice] | list[CompletionChoice]
+    choices: list[Choice]
     usage: Usage
 
 

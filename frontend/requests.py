@@ -16,6 +16,7 @@ from .errors import ApiError
 T = TypeVar("T")
 
 MAX_PROMPTS = 128  # in one completion request
+MAX_PARTS = 1024  # in the content of one message
 MAX_SALT = 256  # characters of cache_salt
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 _ROLES = {"developer": "system"}  # OpenAI's newer word; chat templates know the older one
@@ -124,6 +125,9 @@ def _chat_message(index: int, message: protocol.Message) -> ChatMessage:
             raise ApiError(400, f"{where}.content is required for role {message.role}", param=f"{where}.content")
         content = ""
     elif not isinstance(content, str):
+        if len(content) > MAX_PARTS:
+            where = f"{where}.content"
+            raise ApiError(400, f"{where} may have at most {MAX_PARTS} parts, not {len(content)}", param=where)
         content = "".join(_part_text(f"{where}.content[{at}]", part) for at, part in enumerate(content))
     return ChatMessage(_ROLES.get(message.role, message.role), content, message.name)
 

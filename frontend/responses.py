@@ -124,7 +124,7 @@ class Responder(Renderer):
                 created=self.created,
                 model=self.job.model,
                 system_fingerprint=self._fingerprint,
-                choices=choices,  # type: ignore[arg-type]
+                choices=choices,
                 usage=usage,
             )
         )

@@ -25,7 +25,9 @@ class Service:
     def __init__(self, spec: ChildSpec, client: AsyncClient, metrics: Metrics) -> None:
         self.client = client
         self.metrics = metrics
+        self.served_names = spec.served_names
         self.max_body_bytes = spec.config.server.max_body_bytes
+        self.client_timeout = spec.config.server.client_timeout
         self.keepalive_seconds = spec.config.server.keepalive_seconds
         identity = msgspec.json.encode((spec.arch, spec.config.model, spec.config.worker))
         self.fingerprint = "fp_" + hashlib.sha256(identity).hexdigest()[:10]

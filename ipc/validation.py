@@ -27,7 +27,8 @@ MAX_PRIORITY = 1_000_000
 MIN_TTFT_TARGET_MS = 1.0
 MAX_TTFT_TARGET_MS = 3_600_000.0
 MAX_PIN_SECONDS = 3600.0
-MAX_NAME = 128  # characters of a namespace, a tenant or an external id
+MAX_NAME = 128  # characters of a namespace, a tenant, an external id or a message's name
+MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _INT64 = 1 << 63
@@ -234,13 +235,15 @@ def _check_chat(prompt: ChatPrompt, model: ModelInfo) -> None:
         raise InvalidRequest("this model has no chat template: use a plain prompt (/v1/completions)", "messages")
     if not prompt.messages:
         raise InvalidRequest("messages must not be empty", "messages")
+    if len(prompt.messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"messages may have at most {MAX_MESSAGES} entries", "messages")
     for index, message in enumerate(prompt.messages):
         where = f"messages[{index}]"
         if message.role not in ROLES:
             raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
         _check_text(f"{where}.content", message.content)
         if message.name is not None:
-            _check_text(f"{where}.name", message.name)
+            check_characters(f"{where}.name", message.name, MAX_NAME)
     if prompt.continue_final_message:
         if prompt.add_generation_prompt:
             raise InvalidRequest(

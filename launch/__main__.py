@@ -10,6 +10,7 @@ from config.resolve import resolve
 from config.sources import ConfigError, read_settings
 from ipc.control import StartError
 from launch import __version__
+from launch.edge import check_edge
 from launch.fleet import Engine
 from launch.listen import open_listener
 from launch.machine import look_around
@@ -25,6 +26,8 @@ def main() -> int:
         for warning in settings.warnings:
             print(f"warning: {warning}", file=sys.stderr)
         asked = settings.config
+        for warning in check_edge(asked.server, os.environ):
+            print(f"warning: {warning}", file=sys.stderr)
         # The port first: it may be taken, and finding the model can mean a long download.
         listens = asked.server.frontends > 0 and not settings.plan
         listener = open_listener(asked.server.host, asked.server.port) if listens else None

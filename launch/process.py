@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from config.schema import ChildSpec
+from config.sources import API_KEYS_VARIABLE
 from ipc.control import Idle, Order, Progress, Ready, StartFailed, Status, Unresponsive
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
@@ -60,6 +61,8 @@ class Process:
         environment = dict(os.environ)
         paths = [str(_REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
+        if self.role != "frontend":
+            environment.pop(API_KEYS_VARIABLE, None)  # nobody else has a use for them
         arguments = ["-m", "launch.child", str(spec_file), str(order_read), str(status_write), module]
         try:
             # A session of its own keeps the terminal's Ctrl-C away: the launcher alone decides how all of them end.

@@ -8,12 +8,14 @@ from typing import Any, TypeVar
 
 from ..errors import ApiError
 from ..translation import Names
-from .protocol import Block, Message, ResultBlock
+from .protocol import MessageBlock, MessageTurn, ToolResultBlock
 
 T = TypeVar("T")
 
 
-def chat_messages(messages: list[Message], system: str | list[Block] | None, names: Names) -> list[dict[str, Any]]:
+def chat_messages(
+    messages: list[MessageTurn], system: str | list[MessageBlock] | None, names: Names
+) -> list[dict[str, Any]]:
     """Chat messages of a conversation; `names` learns where each came from."""
     found: list[dict[str, Any]] = []
 
@@ -38,18 +40,18 @@ def chat_messages(messages: list[Message], system: str | list[Block] | None, nam
     return found
 
 
-def _joined(blocks: list[Block], where: str) -> str:
+def _joined(blocks: list[MessageBlock], where: str) -> str:
     return "".join(_text(block, f"{where}[{index}]", "text") for index, block in enumerate(blocks))
 
 
-def _text(block: Block | ResultBlock, where: str, supported: str) -> str:
+def _text(block: MessageBlock | ToolResultBlock, where: str, supported: str) -> str:
     if block.type != "text":
         problem = f"{where}: only blocks of type {supported} are supported here, not {block.type[:64]!r}"
         raise ApiError(400, problem, param=where)
     return _required(block.text, f"{where}.text")
 
 
-def _user(blocks: list[Block], where: str) -> list[tuple[dict[str, Any], str]]:
+def _user(blocks: list[MessageBlock], where: str) -> list[tuple[dict[str, Any], str]]:
     """A user's turn: messages of the tools whose results it holds, and of the user, in the order of the blocks."""
     found: list[tuple[dict[str, Any], str]] = []
     for index, block in enumerate(blocks):
@@ -66,13 +68,13 @@ def _user(blocks: list[Block], where: str) -> list[tuple[dict[str, Any], str]]:
     return found or [({"role": "user", "content": ""}, where)]
 
 
-def _result(block: Block, where: str) -> str:
+def _result(block: MessageBlock, where: str) -> str:
     if not isinstance(block.content, list):
         return block.content or ""
     return "".join(_text(part, f"{where}.content[{at}]", "text") for at, part in enumerate(block.content))
 
 
-def _assistant(blocks: list[Block], where: str, chat: str, names: Names) -> dict[str, Any]:
+def _assistant(blocks: list[MessageBlock], where: str, chat: str, names: Names) -> dict[str, Any]:
     """The assistant's turn `where`, which is `chat` among the chat messages."""
     texts: list[str] = []
     thoughts: list[str] = []

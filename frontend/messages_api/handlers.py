@@ -14,7 +14,7 @@ from .render import MessagesRenderer
 from .request import ignored, translate
 
 
-async def create(request: web.Request) -> web.StreamResponse:
+async def create_message(request: web.Request) -> web.StreamResponse:
     """POST /v1/messages"""
     service = request.app[SERVICE]
     model = service.model_for_new_request()

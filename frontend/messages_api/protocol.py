@@ -12,14 +12,14 @@ from msgspec import Struct
 from ..translation import ExtraFields
 
 
-class ResultBlock(Struct):
+class ToolResultBlock(Struct):
     """One block of a tool's result."""
 
     type: str
     text: str | None = None
 
 
-class Block(Struct):
+class MessageBlock(Struct):
     """One block of a message's content."""
 
     type: str
@@ -29,15 +29,18 @@ class Block(Struct):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None  # of tool_result
-    content: str | list[ResultBlock] | None = None
+    content: str | list[ToolResultBlock] | None = None
+    signature: str | None = None  # of thinking; nobody here checks it
+    citations: list[Any] | None = None  # of text as Anthropic's client sends it back, of no meaning
+    data: str | None = None  # of redacted_thinking, which only Anthropic can read
 
 
-class Message(Struct):
+class MessageTurn(Struct):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[MessageBlock]
 
 
-class Tool(Struct):
+class MessagesTool(Struct):
     name: str
     type: str | None = None
     description: str | None = None
@@ -45,36 +48,36 @@ class Tool(Struct):
     strict: bool | None = None
 
 
-class ToolChoice(Struct):
+class MessagesToolChoice(Struct):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Struct):
+class ThinkingConfig(Struct):
     type: str
     budget_tokens: int | None = None
 
 
-class OutputFormat(Struct):
+class OutputSchema(Struct):
     type: str
     schema: dict[str, Any] | None = None
 
 
 class OutputConfig(Struct):
     effort: str | None = None
-    format: OutputFormat | None = None
+    format: OutputSchema | None = None
 
 
 class CountTokensRequest(ExtraFields, kw_only=True):
     """Body of POST /v1/messages/count_tokens: what decides the prompt."""
 
     model: str
-    messages: list[Message]
-    system: str | list[Block] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    messages: list[MessageTurn]
+    system: str | list[MessageBlock] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
 
 

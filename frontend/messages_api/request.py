@@ -6,7 +6,7 @@ from ..errors import ApiError
 from ..protocol import ChatRequest
 from ..translation import Names, chat_request
 from .blocks import chat_messages
-from .protocol import CountTokensRequest, MessagesRequest, Tool
+from .protocol import CountTokensRequest, MessagesRequest, MessagesTool
 
 MAX_TEMPERATURE = 1.0  # Anthropic's; a chat request may go to 2
 _NAMES = {
@@ -81,7 +81,7 @@ def _prompt_fields(body: CountTokensRequest, names: Names) -> dict[str, Any]:
     }
 
 
-def _tool(index: int, tool: Tool) -> dict[str, Any]:
+def _tool(index: int, tool: MessagesTool) -> dict[str, Any]:
     where = f"tools[{index}]"
     if tool.type not in (None, "custom"):
         problem = f"{where}: only tools with a name and an input_schema are supported, not {tool.type[:64]!r}"

@@ -14,7 +14,7 @@ from .render import ResponsesRenderer
 from .request import ignored, translate
 
 
-async def create(request: web.Request) -> web.StreamResponse:
+async def create_response(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses"""
     service = request.app[SERVICE]
     model = service.model_for_new_request()
@@ -28,7 +28,7 @@ async def create(request: web.Request) -> web.StreamResponse:
         raise names.translate(error) from None
 
 
-async def stored(request: web.Request) -> web.StreamResponse:
+async def stored_response(request: web.Request) -> web.StreamResponse:
     """Any request about a response that was made before."""
     name = request.match_info["id"].partition("/")[0]
     raise ApiError(404, f"there is no response {name[:200]!r}: responses are not stored here", code="not_found")

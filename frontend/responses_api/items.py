@@ -7,14 +7,14 @@ from typing import Any, TypeVar
 
 from ..errors import ApiError
 from ..translation import Names
-from .protocol import Item, Part
+from .protocol import InputItem, InputPart
 
 T = TypeVar("T")
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-def chat_messages(items: str | list[Item], instructions: str | None, names: Names) -> list[dict[str, Any]]:
+def chat_messages(items: str | list[InputItem], instructions: str | None, names: Names) -> list[dict[str, Any]]:
     """Chat messages of an input; `names` learns which item each came from."""
     conversation = _Conversation(names)
     if instructions is not None:
@@ -38,7 +38,7 @@ class _Conversation:
         self.messages.append(message)
         self._turn = message if message["role"] == "assistant" else None
 
-    def take(self, item: Item, where: str) -> None:
+    def take(self, item: InputItem, where: str) -> None:
         match item.type:
             case None | "message":
                 self._message(item, where)
@@ -55,7 +55,7 @@ class _Conversation:
             case other:
                 raise ApiError(400, f"{where}: items of type {other[:64]!r} are not supported", param=f"{where}.type")
 
-    def _message(self, item: Item, where: str) -> None:
+    def _message(self, item: InputItem, where: str) -> None:
         role = _required(item.role, f"{where}.role")
         text = _text(item.content, f"{where}.content")
         turn = self._turn
@@ -64,14 +64,14 @@ class _Conversation:
         else:
             self.add({"role": role, "content": text}, where)
 
-    def _reasoning(self, item: Item, where: str) -> None:
+    def _reasoning(self, item: InputItem, where: str) -> None:
         """OpenAI's own reasoning comes as a summary and bytes that only OpenAI can read; ours comes as content."""
         if isinstance(item.content, str):
             raise ApiError(400, f"{where}.content must be a list of parts", param=f"{where}.content")
         text = "".join(part.text or "" for part in item.content or item.summary or ())
         self.add({"role": "assistant", "content": None, "reasoning_content": text}, where)
 
-    def _function_call(self, item: Item, where: str) -> None:
+    def _function_call(self, item: InputItem, where: str) -> None:
         if self._turn is None:
             self.add({"role": "assistant", "content": None}, where)
         assert self._turn is not None
@@ -94,13 +94,13 @@ def _required(value: T | None, where: str) -> T:
     return value
 
 
-def _text(content: str | list[Part] | None, where: str) -> str:
+def _text(content: str | list[InputPart] | None, where: str) -> str:
     if content is None or isinstance(content, str):
         return _required(content, where)
     return "".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
 
 
-def _part_text(part: Part, where: str) -> str:
+def _part_text(part: InputPart, where: str) -> str:
     if part.type == "refusal":
         return _required(part.refusal, f"{where}.refusal")
     if part.type not in _TEXT_PARTS:

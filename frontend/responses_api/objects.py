@@ -8,7 +8,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from ..piece_renderer import Event
-from .protocol import Metadata, Reasoning, TextConfig, ToolChoice
+from .protocol import Metadata, ReasoningConfig, ResponsesToolChoice, TextConfig
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -100,12 +100,12 @@ class Response(Struct, kw_only=True):
     output: tuple[OutputItem, ...] = ()
     parallel_tool_calls: bool
     previous_response_id: None = None
-    reasoning: Reasoning
+    reasoning: ReasoningConfig
     service_tier: str = "default"
     store: bool = False
     temperature: float
     text: TextConfig
-    tool_choice: str | ToolChoice
+    tool_choice: str | ResponsesToolChoice
     tools: list[FunctionTool]
     top_logprobs: int = 0
     top_p: float

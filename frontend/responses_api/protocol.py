@@ -17,28 +17,34 @@ _MetadataValue = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[dict[_MetadataKey, _MetadataValue], Meta(max_length=16)]
 
 
-class Part(Struct):
+class InputPart(Struct):
     """Of a message, a tool's output, or reasoning."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    # What outputs have as well, of no meaning in an input:
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
 
 
-class Item(Struct):
+class InputItem(Struct):
     """One item of the input: a turn of the conversation or a part of one. Without a type it is a message."""
 
     type: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[Part] | None = None  # of a message, or (parts only) of reasoning
-    summary: list[Part] | None = None  # of reasoning
+    content: str | list[InputPart] | None = None  # of a message, or (parts only) of reasoning
+    summary: list[InputPart] | None = None  # of reasoning
     call_id: str | None = None  # of function_call and function_call_output
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
+    output: str | list[InputPart] | None = None
+    # What outputs have as well, of no meaning in an input:
+    id: str | None = None
+    status: str | None = None
 
 
-class Tool(Struct):
+class ResponsesTool(Struct):
     type: str
     name: str | None = None
     description: str | None = None
@@ -46,16 +52,16 @@ class Tool(Struct):
     strict: bool | None = None
 
 
-class ToolName(Struct, omit_defaults=True):
+class ResponsesToolName(Struct, omit_defaults=True):
     type: str
     name: str | None = None
 
 
-class ToolChoice(Struct, omit_defaults=True):
+class ResponsesToolChoice(Struct, omit_defaults=True):
     type: str
     name: str | None = None  # of a function
     mode: Literal["auto", "required"] | None = None  # of allowed_tools
-    tools: list[ToolName] | None = None
+    tools: list[ResponsesToolName] | None = None
 
 
 class TextFormat(Struct, omit_defaults=True):
@@ -71,7 +77,7 @@ class TextConfig(Struct, omit_defaults=True):
     verbosity: str | None = None
 
 
-class Reasoning(Struct):
+class ReasoningConfig(Struct):
     effort: str | None = None
     summary: str | None = None
 
@@ -80,17 +86,17 @@ class ResponsesRequest(ExtraFields, kw_only=True):
     """Body of POST /v1/responses."""
 
     model: str
-    input: str | list[Item]
+    input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningConfig | None = None
     metadata: Metadata | None = None
     stream: bool | None = None
     store: bool | None = None

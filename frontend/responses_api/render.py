@@ -28,7 +28,7 @@ from .objects import (
     ResponseUsage,
 )
 from .output import Output
-from .protocol import Reasoning, ResponsesRequest, TextConfig, TextFormat, Tool
+from .protocol import ReasoningConfig, ResponsesRequest, ResponsesTool, TextConfig, TextFormat
 
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # of the codes that OpenAI's client knows
 
@@ -49,7 +49,7 @@ class ResponsesRenderer(PieceRenderer):
             max_output_tokens=body.max_output_tokens,
             model=job.model,
             parallel_tool_calls=body.parallel_tool_calls is not False,
-            reasoning=Reasoning(),
+            reasoning=ReasoningConfig(),
             temperature=job.params.temperature,
             text=TextConfig((body.text and body.text.format) or TextFormat("text")),
             tool_choice=body.tool_choice or "auto",
@@ -108,6 +108,6 @@ class ResponsesRenderer(PieceRenderer):
         return encode_events([*events, Failed(self._number(), failed)])
 
 
-def _function_tool(tool: Tool) -> FunctionTool:
+def _function_tool(tool: ResponsesTool) -> FunctionTool:
     assert tool.name is not None  # checked by the translation
     return FunctionTool(tool.name, tool.description, tool.parameters, tool.strict)

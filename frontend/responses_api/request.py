@@ -6,7 +6,7 @@ from ..errors import ApiError
 from ..protocol import ChatRequest
 from ..translation import Names, chat_request
 from .items import chat_messages
-from .protocol import ResponsesRequest, TextFormat, Tool, ToolChoice
+from .protocol import ResponsesRequest, ResponsesTool, ResponsesToolChoice, TextFormat
 
 MAX_TOOLS = 128  # OpenAI's
 _NAMES = {
@@ -72,7 +72,7 @@ def _tools(body: ResponsesRequest) -> tuple[list[dict[str, Any]] | None, str | d
         raise ApiError(400, f"tools may have at most {MAX_TOOLS} entries, not {len(tools)}", param="tools")
     choice = body.tool_choice
     chat_tools = [_tool(index, tool) for index, tool in enumerate(tools)]
-    if not isinstance(choice, ToolChoice):
+    if not isinstance(choice, ResponsesToolChoice):
         return chat_tools or None, choice
     if choice.type == "function":
         return chat_tools or None, {"type": "function", "function": {"name": choice.name}}
@@ -86,7 +86,7 @@ def _tools(body: ResponsesRequest) -> tuple[list[dict[str, Any]] | None, str | d
     return [tool for tool in chat_tools if tool["function"]["name"] in allowed] or None, choice.mode or "auto"
 
 
-def _tool(index: int, tool: Tool) -> dict[str, Any]:
+def _tool(index: int, tool: ResponsesTool) -> dict[str, Any]:
     where = f"tools[{index}]"
     if tool.type != "function":
         problem = f"{where}: only tools of type function are supported, not {tool.type[:64]!r}"
