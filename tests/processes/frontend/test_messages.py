@@ -50,8 +50,7 @@ def test_the_stream_helper_ends_with_the_same_message(client: anthropic.Anthropi
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     whole = client.messages.create(**ask())
-    own = {"id", "content"}
-    assert final.to_dict() | {"id": ""} == whole.to_dict() | {"id": ""}, own
+    assert final.to_dict(exclude_none=True) | {"id": whole.id} == whole.to_dict(exclude_none=True)
     assert text == expected_text(0, 8)
 
 
@@ -116,7 +115,7 @@ def test_a_last_turn_of_the_assistant_is_continued(client: anthropic.Anthropic, 
     ("fields", "words"),
     [
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 100_000}, "max_tokens"),
+        ({"max_tokens": 500}, "max_tokens"),
         ({"messages": []}, "messages must not be empty"),
         ({"extra_body": {"temperature": 1.5}}, "temperature must be between 0 and 1"),
         ({"stop_sequences": [""]}, "each stop string"),
@@ -132,7 +131,7 @@ def test_a_400_says_what_is_wrong(
     client: anthropic.Anthropic, fields: dict[str, Any], words: str, stream: bool
 ) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
-        client.messages.create(**ask(stream=stream, **{k: v for k, v in fields.items() if k != "messages"}) | fields)
+        client.messages.create(**(ask(stream=stream) | fields))
     assert caught.value.type == "invalid_request_error"
     assert words in str(caught.value.api_message)
 

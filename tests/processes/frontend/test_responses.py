@@ -43,7 +43,7 @@ def test_the_length_limit_leaves_it_incomplete(client: openai.OpenAI) -> None:
 
 
 def test_the_stream_helper_ends_with_the_same_response(client: openai.OpenAI) -> None:
-    with client.responses.stream(model="tiny", input="hello", instructions="be kind") as stream:
+    with client.responses.stream(model="tiny", input="hello", instructions="be kind", max_output_tokens=100) as stream:
         events = list(stream)
         final = stream.get_final_response()
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
