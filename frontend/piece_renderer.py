@@ -5,6 +5,7 @@ A stream and a whole answer come out of the same events: the whole one is what t
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from functools import cache
 
 import msgspec
 from msgspec import Struct
@@ -59,7 +60,7 @@ class PieceRenderer(Renderer):
             self._finished = item
             return self._parser.finish()
         pieces = self._parser.push(item.text)
-        if pieces and all(isinstance(piece, Reasoning) for piece in pieces):
+        if pieces and isinstance(pieces[0], Reasoning) and all(isinstance(piece, Reasoning) for piece in pieces):
             self._reasoning_tokens += len(item.token_ids) // 4
         return pieces
 
@@ -80,8 +81,12 @@ class PieceRenderer(Renderer):
         """The whole answer; called after `_end`."""
 
 
+@cache
+def _head(kind: type[Event]) -> bytes:
+    """What stands before an event's data: its name once more, as both APIs have it."""
+    return b"event: %b\ndata: " % str(kind.__struct_config__.tag).encode()
+
+
 def encode_events(events: Iterable[Event]) -> bytes:
-    """The wire form; each event's name stands before its data as well, as both APIs have it."""
-    return b"".join(
-        b"event: %b\ndata: %b\n\n" % (str(event.__struct_config__.tag).encode(), _encode(event)) for event in events
-    )
+    """The wire form."""
+    return b"".join([_head(type(event)) + _encode(event) + b"\n\n" for event in events])
