@@ -241,19 +241,23 @@ def _logprobs(
     found: list[RawLogprobs | None] = [None] * len(wanted)
     table = torch.log_softmax(_select(logits, asked), dim=-1).cpu().numpy()
     for i, values in zip(asked, table, strict=True):
-        k = int(wanted[i])
-        best = np.empty(0, dtype=np.int64)
-        if k:
-            # Ties are listed lowest id first, as the greedy choice takes them.
-            smallest = np.partition(values, len(values) - k)[-k]
-            candidates = np.flatnonzero(values >= smallest)
-            best = candidates[np.argsort(-values[candidates], kind="stable")][:k]
+        best = best_ids(values, int(wanted[i]))
         found[i] = RawLogprobs(
             chosen=float(values[token_ids[i]]),
             top_ids=best.astype("<i4").tobytes(),
             top_values=values[best].astype("<f4").tobytes(),
         )
     return tuple(found)
+
+
+def best_ids(values: FloatArray, k: int) -> NDArray[np.int64]:
+    """The ids [k] of the largest of the values [V], largest first; of equals the lowest id, as the greedy choice."""
+    if not k:
+        return np.empty(0, dtype=np.int64)
+    smallest = np.partition(values, len(values) - k)[-k]
+    candidates = np.flatnonzero(values >= smallest)
+    best: NDArray[np.int64] = candidates[np.argsort(-values[candidates], kind="stable")][:k]
+    return best
 
 
 def _require_numbers(values: FloatArray) -> None:
