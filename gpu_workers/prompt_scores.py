@@ -71,7 +71,9 @@ class PromptScorer:
             if wanted is not None:
                 first, end = max(start, wanted.num_scored), min(start + count, wanted.num_prompt - 1)
                 if start > wanted.num_scored:
-                    raise PlanError(f"scheduled: row {row}: log-probabilities before position {start} were not computed")
+                    raise PlanError(
+                        f"scheduled: row {row}: log-probabilities before position {start} were not computed"
+                    )
                 if first < end:
                     where = np.arange(flat + first - start, flat + end - start, dtype=np.int64)
                     parts = self._parts(where, self._rows.tokens[row, first + 1 : end + 1], wanted, logits_of, keep)

@@ -1,8 +1,8 @@
 """From logits to tokens, for all sampling rows of a step at once.
 
-The order of operations, which clients can see in the results: logit bias; ids banned before `min_tokens`; the
-repetition, then frequency and presence penalties; (log-probabilities are reported of what stands here;) temperature;
-top-k; top-p; min-p; one draw by inverse CDF in vocabulary order.
+The order of operations, which clients can see in the results: logit bias; ids that are not allowed, are banned before
+`min_tokens`, or would complete a bad word; the repetition, then frequency and presence penalties; (log-probabilities are
+reported of what stands here;) temperature; top-k; top-p; min-p; one draw by inverse CDF in vocabulary order.
 
 Each operation treats every row by itself and in the same way whatever the other rows are, so a row's token has the same
 bits alone and in a batch.
@@ -63,6 +63,7 @@ class SamplingBatch:
     logprobs: NDArray[np.int64]  # [S], -1: none, k: those of the token and of the k best
     bias: Bias | None = None
     banned: LogitEdit | None = None
+    allowed: dict[int, IntArray] | None = None  # by index into the batch: the ids besides which nothing is possible
     penalties: Penalties | None = None
 
 
@@ -104,7 +105,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[NDArray[np.int64
 
 
 def edit_logits(logits: torch.Tensor, batch: SamplingBatch) -> None:
-    """Apply bias, bans and penalties in place.
+    """Apply bias, limits, bans and penalties in place.
 
     The repetition penalty (Keskar et al. 2019, CTRL) divides positive logits and multiplies negative ones of ids in
     prompt or output; frequency and presence (OpenAI) subtract per occurrence and once, looking at the output only.
@@ -113,6 +114,11 @@ def edit_logits(logits: torch.Tensor, batch: SamplingBatch) -> None:
     if (bias := batch.bias) is not None:
         where = _index(bias, device)
         logits[where] = logits[where] + torch.from_numpy(bias.values).to(device)
+    for row, ids in (batch.allowed or {}).items():
+        kept = torch.from_numpy(ids).to(device)
+        values = logits[row, kept]
+        logits[row] = -torch.inf
+        logits[row, kept] = values
     if batch.banned is not None:
         logits[_index(batch.banned, device)] = -torch.inf
     if (penalties := batch.penalties) is not None:

@@ -196,6 +196,7 @@ class PromptInfo(Message, frozen=True):
     token_ids: bytes  # int32
     text: str
     offsets: bytes  # int32: where in `text` each token begins, in characters
+    first_token: str  # its text; of the others, `positions` have it
     positions: tuple[PromptPosition, ...] = ()  # of all tokens but the first; empty unless asked for
 
 

@@ -38,7 +38,6 @@ def make_runner(checkpoint: Path, kernels: str) -> Runner:
 def run_in_chunks(runner: Runner, chunk: int, k: int, *, beside: bool = False) -> list[StepResult]:
     """The prompt in row 1, and with `beside` another request before and one behind it in each step."""
     new = [new_row(1, PROMPT, range(BLOCKS, 2 * BLOCKS), sampling=spec(prompt_logprobs=k, temperature=1.0))]
-    others: list[tuple[int, int, int, int]] = []
     if beside:
         new += [new_row(0, PROMPT[:20], range(BLOCKS)), new_row(2, PROMPT[20:23], range(2 * BLOCKS, 3 * BLOCKS))]
     results = []
