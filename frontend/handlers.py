@@ -46,6 +46,7 @@ async def generate(request: web.Request, job: Job, renderer: Renderer) -> web.St
     service.model_for_new_request()  # a drain may have begun while the body was read
     with service.running():
         generation = Generation(service.client, job, request["id"], service.metrics, tenant_of(request))
+        renderer.prompt_of = generation.prompt_of
         try:
             if job.stream:
                 return await stream_answer(request, generation, renderer, request.app[KEEP_ALIVE])

@@ -1,7 +1,9 @@
 """What is sent for the outputs of one request: one class for each API, by what streaming and handlers need of it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+from ipc.messages import PromptInfo
 
 from .errors import ApiError
 from .generation import Batch
@@ -11,6 +13,7 @@ from .protocol import Usage
 class Renderer(ABC):
     """Builds the answer to one request, either as a stream (`chunks`, then `end`) or as one body (`whole`)."""
 
+    prompt_of: Callable[[int], PromptInfo]  # by index of a choice that has begun; for jobs that ask for it
     keep_alive = b": keep-alive\n\n"  # what a silent stream gets from time to time
 
     @abstractmethod

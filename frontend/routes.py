@@ -1,13 +1,13 @@
 """The table of routes: the router and the OpenAPI document are both made from it, so that they cannot differ."""
 
-from . import handlers, health, protocol
+from . import handlers, health, protocol, tokenize
 from .messages_api import errors as messages_errors
 from .messages_api import handlers as messages
-from .messages_api.objects import ErrorEvent, MessageObject
-from .messages_api.protocol import MessagesRequest
+from .messages_api.objects import ErrorEvent, MessageObject, TokenCount
+from .messages_api.protocol import CountTokensRequest, MessagesRequest
 from .openapi import openapi
-from .responses_api.handlers import create_response
-from .responses_api.objects import Response
+from .responses_api.handlers import count_input_tokens, create_response
+from .responses_api.objects import InputTokens, Response
 from .responses_api.protocol import ResponsesRequest
 from .route import Route
 
@@ -44,6 +44,15 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         method="POST",
+        path="/v1/responses/input_tokens",
+        handler=count_input_tokens,
+        summary="How many tokens the input of such a request has",
+        body=ResponsesRequest,
+        answer=InputTokens,
+        example={"input": "Name three rivers."},
+    ),
+    Route(
+        method="POST",
         path="/v1/messages",
         handler=messages.create_message,
         summary="Answer a conversation (Anthropic's Messages API)",
@@ -53,6 +62,35 @@ ROUTES: tuple[Route, ...] = (
         example={"messages": [{"role": "user", "content": "Name three rivers."}], "max_tokens": 60},
         error=ErrorEvent,
         overloaded=messages_errors.OVERLOADED,
+    ),
+    Route(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        handler=messages.count_tokens,
+        summary="How many input tokens such a request has",
+        body=CountTokensRequest,
+        answer=TokenCount,
+        example={"messages": [{"role": "user", "content": "Name three rivers."}]},
+        error=ErrorEvent,
+        overloaded=messages_errors.OVERLOADED,
+    ),
+    Route(
+        method="POST",
+        path="/tokenize",
+        handler=tokenize.tokenize,
+        summary="The tokens of a prompt",
+        body=tokenize.TokenizeRequest,
+        answer=tokenize.TokenizeResponse,
+        example={"prompt": "Once upon a time"},
+    ),
+    Route(
+        method="POST",
+        path="/detokenize",
+        handler=tokenize.detokenize,
+        summary="The text of tokens",
+        body=tokenize.DetokenizeRequest,
+        answer=tokenize.DetokenizeResponse,
+        example={"tokens": [1, 2, 3]},
     ),
     Route(
         method="GET",

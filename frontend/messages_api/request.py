@@ -39,7 +39,7 @@ def translate(body: MessagesRequest) -> tuple[ChatRequest, Names]:
 def translate_prompt(body: CountTokensRequest) -> tuple[ChatRequest, Names]:
     """Likewise for a request of which only the prompt is to be counted."""
     names = Names(_NAMES)
-    return chat_request({**_prompt_fields(body, names), "max_tokens": 1}, names), names
+    return chat_request(_prompt_fields(body, names), names), names
 
 
 def ignored(body: CountTokensRequest) -> list[str]:

@@ -1,14 +1,17 @@
 """The routes of the Responses API."""
 
+import msgspec
 from aiohttp import web
 
 from ..body import decode_body, read_body
 from ..errors import ApiError
-from ..handlers import generate
+from ..handlers import generate, json_response
 from ..middleware import note_ignored
 from ..parsers import PlainParser
 from ..requests import chat_job
 from ..service import SERVICE
+from ..tokenize import count_chat
+from .objects import InputTokens
 from .protocol import responses_decoder
 from .render import ResponsesRenderer
 from .request import ignored, translate
@@ -26,6 +29,20 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         return await generate(request, job, ResponsesRenderer(job, body, names, PlainParser()))
     except ApiError as error:
         raise names.translate(error) from None
+
+
+async def count_input_tokens(request: web.Request) -> web.StreamResponse:
+    """POST /v1/responses/input_tokens: of the request that this is the body of."""
+    service = request.app[SERVICE]
+    model = service.model()
+    body, unknown = decode_body(await read_body(request, service.max_body_bytes), responses_decoder)
+    note_ignored(request, ignored(body) + unknown)
+    chat, names = translate(body)
+    try:
+        count = await count_chat(service, chat_job(chat, model))
+    except ApiError as error:
+        raise names.translate(error) from None
+    return json_response(msgspec.json.encode(InputTokens(count)))
 
 
 async def stored_response(request: web.Request) -> web.StreamResponse:

@@ -115,6 +115,11 @@ class Response(Struct, kw_only=True):
     metadata: Metadata
 
 
+class InputTokens(Struct):
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
 class NumberedEvent(Event):
     """`sequence_number` counts the events of a stream from 0."""
 

@@ -179,3 +179,14 @@ def test_silent_streams_get_pings(talkative: Frontend, engine: FakeEngine) -> No
     data += response.read()
     connection.close()
     assert data.endswith(b'event: message_stop\ndata: {"type":"message_stop"}\n\n')
+
+
+def test_tokens_are_counted_as_the_request_would_count_them(client: anthropic.Anthropic) -> None:
+    fields: Any = {"model": "tiny", "messages": HELLO, "system": "be kind"}
+    counted = client.messages.count_tokens(**fields).input_tokens
+    usage = client.messages.create(**fields, max_tokens=4).usage
+    assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0) == len("hellobe kind")
+    with pytest.raises(anthropic.BadRequestError, match="messages must not be empty"):
+        client.messages.count_tokens(model="tiny", messages=[])
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.count_tokens(model="gpt-9", messages=HELLO)

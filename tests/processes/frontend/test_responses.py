@@ -151,3 +151,13 @@ def test_a_refusal_behind_a_comment_is_an_error_event(talkative: Frontend, engin
     name, _, event = data.decode().removesuffix("\n\n").rpartition("\n\n")[2].partition("\ndata: ")
     assert name == "event: error"
     assert EVENT.validate_python(json.loads(event)).code == "queue_full"
+
+
+def test_tokens_are_counted_as_the_request_would_count_them(client: openai.OpenAI) -> None:
+    fields: Any = {"model": "tiny", "input": "hello", "instructions": "be kind"}
+    usage = client.responses.create(**fields, max_output_tokens=4).usage
+    assert usage is not None
+    assert client.responses.input_tokens.count(**fields).input_tokens == usage.input_tokens == len("hellobe kind")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.input_tokens.count(model="tiny", input=[])
+    assert caught.value.param == "input"
