@@ -8,6 +8,7 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
@@ -136,7 +137,7 @@ class Responder(Renderer):
                 else:
                     deltas[index].append(item)
         choices = [self._whole(index, deltas[index], ends[index]) for index in range(count)]
-        answer = CompletionResponse(
+        answer: CompletionResponse[Any] = CompletionResponse(
             id=self.id,
             object=self.object_name,
             created=self.created,
@@ -149,7 +150,7 @@ class Responder(Renderer):
         return _encode(answer)
 
     @abstractmethod
-    def _add_prompt_fields(self, answer: CompletionResponse) -> None:
+    def _add_prompt_fields(self, answer: CompletionResponse[Any]) -> None:
         """What was asked for of the prompts, where this API says it."""
 
     def _whole(self, index: int, items: list[Delta], end: Finished) -> ChatChoice | CompletionChoice:
@@ -193,7 +194,7 @@ class ChatResponder(Responder):
     def _head_members(self, index: int) -> bytes:
         return self._prompt_members(index)
 
-    def _add_prompt_fields(self, answer: CompletionResponse) -> None:
+    def _add_prompt_fields(self, answer: CompletionResponse[Any]) -> None:
         if self.job.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_logprobs(self.prompt_of(0), self.job.prompt_logprobs)
         if self.job.return_token_ids:
@@ -232,7 +233,7 @@ class CompletionResponder(Responder):
     def _echo(self, index: int) -> str:
         return self.prompt_of(index).text if self.job.echo else ""
 
-    def _add_prompt_fields(self, answer: CompletionResponse) -> None:
+    def _add_prompt_fields(self, answer: CompletionResponse[Any]) -> None:
         for choice in answer.choices:
             assert isinstance(choice, CompletionChoice)
             if self.job.prompt_logprobs is not None:

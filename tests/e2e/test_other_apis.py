@@ -45,6 +45,8 @@ def test_responses_answer_as_chats_do(openai_client: openai.OpenAI, expected: An
     assert whole.usage is not None
     assert whole.usage.input_tokens == expected.usage.prompt_tokens
     assert whole.usage.output_tokens == expected.usage.completion_tokens
+    counted = openai_client.responses.input_tokens.count(model="smol", instructions=SYSTEM, input=QUESTION)
+    assert counted.input_tokens == whole.usage.input_tokens
 
 
 def test_messages_answer_as_chats_do(anthropic_client: anthropic.Anthropic, expected: Any) -> None:
@@ -61,6 +63,8 @@ def test_messages_answer_as_chats_do(anthropic_client: anthropic.Anthropic, expe
         final = stream.get_final_message()
     assert [block.text for block in whole.content] == [text] == [expected.choices[0].message.content]
     assert whole.stop_reason == {"stop": "end_turn", "length": "max_tokens"}[expected.choices[0].finish_reason]
+    counted = anthropic_client.messages.count_tokens(model="smol", system=SYSTEM, messages=ask["messages"])
+    assert counted.input_tokens == expected.usage.prompt_tokens
     for usage in (whole.usage, final.usage):
         assert usage.input_tokens + usage.cache_read_input_tokens == expected.usage.prompt_tokens
         assert usage.output_tokens == expected.usage.completion_tokens

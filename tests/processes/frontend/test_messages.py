@@ -181,11 +181,10 @@ def test_silent_streams_get_pings(talkative: Frontend, engine: FakeEngine) -> No
     assert data.endswith(b'event: message_stop\ndata: {"type":"message_stop"}\n\n')
 
 
-def test_tokens_are_counted_as_the_request_would_count_them(client: anthropic.Anthropic) -> None:
-    fields: Any = {"model": "tiny", "messages": HELLO, "system": "be kind"}
-    counted = client.messages.count_tokens(**fields).input_tokens
-    usage = client.messages.create(**fields, max_tokens=4).usage
-    assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0) == len("hellobe kind")
+def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
+    """The fake engine has a token for each character; the real one's count is that of the usage (tests/e2e)."""
+    counted = client.messages.count_tokens(model="tiny", messages=HELLO, system="be kind")
+    assert counted.input_tokens == len("system: be kind\nuser: hello\nassistant:")
     with pytest.raises(anthropic.BadRequestError, match="messages must not be empty"):
         client.messages.count_tokens(model="tiny", messages=[])
     with pytest.raises(anthropic.NotFoundError):

@@ -153,11 +153,10 @@ def test_a_refusal_behind_a_comment_is_an_error_event(talkative: Frontend, engin
     assert EVENT.validate_python(json.loads(event)).code == "queue_full"
 
 
-def test_tokens_are_counted_as_the_request_would_count_them(client: openai.OpenAI) -> None:
-    fields: Any = {"model": "tiny", "input": "hello", "instructions": "be kind"}
-    usage = client.responses.create(**fields, max_output_tokens=4).usage
-    assert usage is not None
-    assert client.responses.input_tokens.count(**fields).input_tokens == usage.input_tokens == len("hellobe kind")
+def test_tokens_are_counted(client: openai.OpenAI) -> None:
+    """The fake engine has a token for each character; the real one's count is that of the usage (tests/e2e)."""
+    counted = client.responses.input_tokens.count(model="tiny", input="hello", instructions="be kind")
+    assert counted.input_tokens == len("system: be kind\nuser: hello\nassistant:")
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.input_tokens.count(model="tiny", input=[])
     assert caught.value.param == "input"
