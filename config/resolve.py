@@ -15,6 +15,9 @@ from config.sources import ConfigError
 # Names in /proc/cpuinfo of the instructions with which the CPU backend multiplies bfloat16.
 _BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
 
+# What the server passes to chat templates, with `tokenizer_proc.template_child`.
+_TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
 _KV_SHARE = 0.25  # of available memory, at most, when --kv-memory is not given
 _KV_CAP = 4 << 30
 _STEP_TOKENS = 512
@@ -77,6 +80,8 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
         raise ConfigError("--max-itl-ms: not with --prefer prefill, which lets streams wait while prompts are computed")
     if config.scheduler.stop_on_loop == 1:
         raise ConfigError("--stop-on-loop 1: must be 0 or at least 2: what stands once is not repeated")
+    if taken := _TEMPLATE_NAMES.intersection(config.server.chat_template_kwargs):
+        raise ConfigError(f"--chat-template-kwargs: the server itself says what {', '.join(sorted(taken))} is")
     threads = config.worker.threads
     if threads is None:
         threads = max(1, machine.cores // tp)

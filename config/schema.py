@@ -16,6 +16,8 @@ PolicyName = Literal["fcfs", "priority", "longest-prefix", "fair", "deadline"]
 Preference = Literal["mixed", "prefill", "decode"]
 Shortage = Literal["wait", "recompute", "swap"]
 EvictionName = Literal["lru", "lfu", "fifo"]
+ToolParserName = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
+ReasoningParserName = Literal["auto", "none", "think"]
 WeightFormat = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 
 PortNumber = Annotated[int, Meta(ge=0, le=65535)]
@@ -98,6 +100,23 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = ()
     tls_cert: Annotated[str, Meta(description="PEM file with the certificate chain, for HTTPS; needs --tls-key")] = ""
     tls_key: Annotated[str, Meta(description="PEM file with the certificate's private key, not encrypted")] = ""
+    tool_parser: Annotated[
+        ToolParserName,
+        Meta(
+            description="how the model writes tool calls; auto: told by its chat template; none: requests have no tools"
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParserName,
+        Meta(
+            description="how the model marks what it thinks before it answers: <think>...</think>; auto: told by its "
+            "chat template; none: that is part of the text"
+        ),
+    ] = "auto"
+    chat_template_kwargs: Annotated[
+        tuple[str, ...],
+        Meta(description="names that requests may pass to the chat template, comma-separated"),
+    ] = ("enable_thinking", "thinking", "reasoning_effort", "date_string", "tools_in_user_message")
 
 
 class TokenizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,10 +9,11 @@ from .body import decode_body, read_body
 from .errors import ApiError
 from .generation import Generation
 from .middleware import note_ignored
+from .parsed_responses import chat_responder
 from .protocol import Model, ModelList, chat_decoder, completion_decoder
 from .rendering import Renderer
 from .requests import Job, chat_job, completion_job
-from .responses import ChatResponder, CompletionResponder
+from .responses import CompletionResponder
 from .service import SERVICE
 from .streaming import KeepAlive, stream_answer
 from .tenant import tenant_of
@@ -27,7 +28,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body, unknown = decode_body(await read_body(request, service.max_body_bytes), chat_decoder)
     note_ignored(request, unknown)
     job = chat_job(body, model)
-    return await generate(request, job, ChatResponder(job, service.fingerprint))
+    return await generate(request, job, chat_responder(job, service.fingerprint))
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

@@ -49,7 +49,7 @@ class PieceRenderer(Renderer):
         events: list[Event] = []
         if not self._begun:
             self._begun = True
-            events += self._start()
+            events += self._start(batch[0][1].prompt_tokens)
         for _, item in batch:
             for piece in self._pieces(item):
                 events += self._add(piece)
@@ -59,13 +59,15 @@ class PieceRenderer(Renderer):
         if isinstance(item, Finished):
             self._finished = item
             return self._parser.finish()
+        if item.in_reasoning:
+            self._parser.begin_in_reasoning()
         pieces = self._parser.push(item.text)
         if pieces and isinstance(pieces[0], Reasoning) and all(isinstance(piece, Reasoning) for piece in pieces):
             self._reasoning_tokens += len(item.token_ids) // 4
         return pieces
 
     @abstractmethod
-    def _start(self) -> list[Event]:
+    def _start(self, prompt_tokens: int) -> list[Event]:
         """What a stream begins with, before any output."""
 
     @abstractmethod

@@ -42,6 +42,10 @@ Piece = Text | Reasoning | ToolCallBegin | ToolArguments
 class OutputParser(ABC):
     """Takes the text of one choice as it arrives. Text that may yet turn out to be markup waits for what follows."""
 
+    def begin_in_reasoning(self) -> None:
+        """The prompt has already opened the reasoning (`Delta.in_reasoning`); does nothing after the first `push`."""
+        return
+
     @abstractmethod
     def push(self, text: str) -> list[Piece]:
         """Pieces that are certain now."""

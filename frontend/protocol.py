@@ -24,13 +24,51 @@ class ContentPart(Struct):
     text: str | None = None
 
 
+class FunctionCall(Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    """A call, of the model or as a client sends it back."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
 class Message(Struct):
     role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    function_call: dict[str, Any] | None = None
+    tool_calls: list[ToolCall] | None = None
+    function_call: dict[str, Any] | None = None  # refused with an explanation
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class FunctionDefinition(Struct, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct):
+    type: str
+    function: FunctionDefinition | None = None
+
+
+class NamedFunction(Struct):
+    name: str
+
+
+class NamedTool(Struct):
+    """A `tool_choice` that is one function."""
+
+    type: str
+    function: NamedFunction | None = None
 
 
 class ResponseFormat(Struct):
@@ -91,9 +129,11 @@ class ChatRequest(SamplingFields, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     # Refused with an explanation:
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
     modalities: list[str] | None = None
@@ -161,9 +201,12 @@ class CompletionLogprobs(Struct):
 
 
 class AssistantMessage(Struct):
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):

@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from ipc.client import RequestOptions
 from ipc.codec import pack_ints
-from ipc.messages import ChatMessage, ChatPrompt, ModelInfo, SamplingParams, TextPrompt, TokenPrompt
+from ipc.messages import ChatMessage, ChatPrompt, ModelInfo, SamplingParams, TextPrompt, TokenPrompt, ToolCall
 from ipc.validation import InvalidRequest, check_characters, validate_options, validate_params, validate_prompt
 
 from . import protocol
 from .errors import ApiError
+from .parsers import OutputFormat
+from .tools import tool_request
 
 T = TypeVar("T")
 
@@ -35,32 +38,34 @@ class Job(Struct, frozen=True):
     options: RequestOptions = {}  # of those, what a body can say
     cache_salt: str = ""
     prompt_logprobs: int | None = None  # that the answer lists; `params` may ask for more, for the echo's
+    output_format: OutputFormat = OutputFormat()
 
 
 def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
     """The job of a chat request."""
     check_model(body.model, model)
     _refuse_unsupported(body)
-    for name in ("tools", "functions"):
-        if getattr(body, name):
-            raise _not_yet(name)
-    for name in ("tool_choice", "function_call"):
-        if getattr(body, name) not in (None, "none"):
-            raise _not_yet(name)
+    tools = tool_request(body, model)
     if body.modalities not in (None, ["text"]):
         raise ApiError(400, 'modalities must be ["text"]: the model generates nothing else', param="modalities")
     if body.audio is not None:
         raise ApiError(400, "audio is not supported: the model generates text only", param="audio")
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    prompt = chat_prompt(body.messages, body.add_generation_prompt, body.continue_final_message)
+    prompt = chat_prompt(
+        body.messages,
+        body.add_generation_prompt,
+        body.continue_final_message,
+        tools.shown,
+        msgspec.json.encode(body.chat_template_kwargs) if body.chat_template_kwargs else b"",
+    )
     renamed = {"logprobs": "top_logprobs"}
     max_tokens = body.max_tokens
     if body.max_completion_tokens is not None:
         max_tokens = body.max_completion_tokens
         renamed["max_tokens"] = "max_completion_tokens"
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _job(body, (prompt,), max_tokens, logprobs, model, renamed)
+    return tools.apply(_job(body, (prompt,), max_tokens, logprobs, model, renamed))
 
 
 def completion_job(body: protocol.CompletionRequest, model: ModelInfo) -> Job:
@@ -76,13 +81,19 @@ def completion_job(body: protocol.CompletionRequest, model: ModelInfo) -> Job:
 
 
 def chat_prompt(
-    messages: list[protocol.Message], add_generation_prompt: bool | None, continue_final_message: bool | None
+    messages: list[protocol.Message],
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    tools: bytes = b"",
+    template_kwargs: bytes = b"",
 ) -> ChatPrompt:
-    """The prompt of a chat's messages."""
+    """The prompt of a chat's messages; `tools` and `template_kwargs` are JSON."""
     return ChatPrompt(
         messages=tuple(_chat_message(index, message) for index, message in enumerate(messages)),
         add_generation_prompt=_given(add_generation_prompt, not continue_final_message),
         continue_final_message=bool(continue_final_message),
+        tools=tools,
+        template_kwargs=template_kwargs,
     )
 
 
@@ -118,10 +129,10 @@ def _refuse_unsupported(body: protocol.SamplingFields) -> None:
 
 def _chat_message(index: int, message: protocol.Message) -> ChatMessage:
     where = f"messages[{index}]"
-    if message.tool_calls:
-        raise _not_yet(f"{where}.tool_calls")
     if message.function_call:
-        raise _not_yet(f"{where}.function_call")
+        raise ApiError(
+            400, f"{where}.function_call is deprecated: use tool_calls instead", param=f"{where}.function_call"
+        )
     content = message.content
     if content is None:
         if message.role != "assistant":
@@ -132,7 +143,14 @@ def _chat_message(index: int, message: protocol.Message) -> ChatMessage:
             where = f"{where}.content"
             raise ApiError(400, f"{where} may have at most {MAX_PARTS} parts, not {len(content)}", param=where)
         content = "".join(_part_text(f"{where}.content[{at}]", part) for at, part in enumerate(content))
-    return ChatMessage(_ROLES.get(message.role, message.role), content, message.name)
+    return ChatMessage(
+        _ROLES.get(message.role, message.role),
+        content,
+        message.name,
+        tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()),
+        message.tool_call_id,
+        message.reasoning_content or message.reasoning or "",
+    )
 
 
 def _part_text(where: str, part: protocol.ContentPart) -> str:

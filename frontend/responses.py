@@ -156,7 +156,7 @@ class Responder(Renderer):
     def _whole(self, index: int, items: list[Delta], end: Finished) -> ChatChoice | CompletionChoice:
         text = "".join(item.text for item in items)
         positions = [position for item in items for position in item.logprobs]
-        choice = self._whole_choice(index, text, self._logprobs(index, positions), end.reason)
+        choice = self._whole_choice(index, text, self._logprobs(index, positions), self._reason(index, end))
         if end.stop_reason is not None:
             choice.stop_reason = end.stop_reason
         if self.job.return_token_ids:
@@ -177,7 +177,11 @@ class Responder(Renderer):
     def _last_choice(self, index: int, end: Finished) -> bytes:
         stop_reason = b"" if end.stop_reason is None else b',"stop_reason":' + _encode(end.stop_reason)
         form = b'{"index":%d,%b,"logprobs":null,"finish_reason":"%b"%b}'
-        return form % (index, self._no_text, end.reason.encode(), stop_reason)
+        return form % (index, self._no_text, self._reason(index, end).encode(), stop_reason)
+
+    def _reason(self, index: int, end: Finished) -> str:
+        """Why the choice ended, in this API's words."""
+        return end.reason
 
     @abstractmethod
     def _whole_choice(

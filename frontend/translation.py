@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ipc.messages import ModelInfo
+
 from .body import invalid_body
 from .errors import ApiError
 from .protocol import ChatRequest
@@ -55,7 +57,9 @@ class Names:
         return param
 
     def _rest(self, rest: str) -> str:
-        return rest.replace(".function.", ".").replace(".parameters", self._names.get(".parameters", ".parameters"))
+        return re.sub(r"\.function(?=\.|$)", "", rest).replace(
+            ".parameters", self._names.get(".parameters", ".parameters")
+        )
 
     def translate(self, error: ApiError) -> ApiError:
         """The same error with the client's name of the parameter, in the message too."""
@@ -73,6 +77,14 @@ class Names:
             code=error.body.code,
             retry_after=error.retry_after,
         )
+
+
+def thinking_kwargs(model: ModelInfo, think: bool, effort: str | None = None) -> dict[str, Any]:
+    """Names for the chat template of a model that can think; nothing for others."""
+    wanted = {"enable_thinking": think, "reasoning_effort": effort if think else None}
+    if not model.reasoning_format:
+        return {}
+    return {name: value for name, value in wanted.items() if value is not None and name in model.template_kwargs}
 
 
 def chat_request(fields: dict[str, Any], names: Names) -> ChatRequest:

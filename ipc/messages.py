@@ -93,6 +93,7 @@ class SamplingParams(Message, frozen=True):
     allowed_token_ids: tuple[int, ...] = ()  # nothing else is sampled; empty: no such limit
     bad_words: tuple[str, ...] = ()  # never generated
     prompt_logprobs: int | None = None  # None: none; k: of each prompt token, and of the k best there
+    shown_special_tokens: tuple[str, ...] = ()  # those that have text although `skip_special_tokens` is set
 
 
 class Generate(Message, frozen=True):
@@ -157,6 +158,10 @@ class ModelInfo(Message, frozen=True):
     created: int  # unix seconds
     has_chat_template: bool
     defaults: SamplingDefaults = SamplingDefaults()
+    special_tokens: dict[str, int] = {}  # ids by text
+    template_kwargs: tuple[str, ...] = ()  # names that `ChatPrompt.template_kwargs` may have
+    tool_format: str = ""  # how the model writes tool calls: the name of a parser; empty: not known
+    reasoning_format: str = ""  # likewise, of what it thinks before it answers; empty: it does not, or unmarked
 
 
 class Welcome(Message, frozen=True):
@@ -208,6 +213,8 @@ class Delta(Message, frozen=True):
     text: str
     token_ids: bytes  # int32
     logprobs: tuple[PositionLogprobs, ...] = ()
+    in_reasoning: bool = False  # the prompt has already opened the reasoning with which the output begins
+    prompt_tokens: int = 0  # in all deltas of a choice the same
 
 
 class Finished(Message, frozen=True):

@@ -6,10 +6,14 @@ the tokenizer process checks that.
 """
 
 import math
+import re
 from collections.abc import Iterable
+
+import msgspec
 
 from .codec import unpack_ints
 from .messages import (
+    ChatMessage,
     ChatPrompt,
     Detokenize,
     Generate,
@@ -42,6 +46,14 @@ MAX_TOKENIZE_BYTES = 1 << 20
 MAX_DETOKENIZE = 1 << 18  # token ids
 MAX_NAME = 128  # characters of a namespace, a tenant, an external id or a message's name
 MAX_MESSAGES = 4096
+MAX_SHOWN_SPECIAL_TOKENS = 16
+MAX_TOOLS = 128
+MAX_TOOL_BYTES = 64 << 10  # of one tool, as JSON
+MAX_ALL_TOOLS_BYTES = 512 << 10  # of all tools together
+MAX_TOOL_CALLS = 128  # of one message
+MAX_TOOL_CALL_ID = 256  # characters
+MAX_TEMPLATE_KWARGS_BYTES = 16 << 10  # as JSON
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _INT64 = 1 << 63
@@ -93,6 +105,12 @@ def validate_params(params: SamplingParams, model: ModelInfo) -> None:
         _check_int("prompt_logprobs", params.prompt_logprobs, 0, min(MAX_LOGPROBS, model.vocab_size))
     if params.stop_on_loop is not None:
         _check_loop(params.stop_on_loop)
+    if len(params.shown_special_tokens) > MAX_SHOWN_SPECIAL_TOKENS:
+        raise InvalidRequest(
+            f"shown_special_tokens may have at most {MAX_SHOWN_SPECIAL_TOKENS} entries", "shown_special_tokens"
+        )
+    for token in params.shown_special_tokens:
+        check_characters("shown_special_tokens", token, MAX_NAME)
     _check_lengths(params, model)
     _check_stops(params, model)
     _check_bias(params, model)
@@ -309,6 +327,10 @@ def _check_chat(prompt: ChatPrompt, model: ModelInfo) -> None:
         _check_text(f"{where}.content", message.content)
         if message.name is not None:
             check_characters(f"{where}.name", message.name, MAX_NAME)
+        _check_text(f"{where}.reasoning", message.reasoning)
+        _check_calls(where, message)
+    _check_tools(prompt.tools)
+    _check_template_kwargs(prompt.template_kwargs, model)
     if prompt.continue_final_message:
         if prompt.add_generation_prompt:
             raise InvalidRequest(
@@ -317,4 +339,92 @@ def _check_chat(prompt: ChatPrompt, model: ModelInfo) -> None:
         if prompt.messages[-1].role != "assistant":
             raise InvalidRequest(
                 "continue_final_message needs a last message of the assistant", "continue_final_message"
+            )
+
+
+def _check_calls(where: str, message: ChatMessage) -> None:
+    """The calls of an assistant's turn, or what a tool's turn answers."""
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequest(f"{where}.tool_calls is for role assistant only", f"{where}.tool_calls")
+    if len(message.tool_calls) > MAX_TOOL_CALLS:
+        raise InvalidRequest(f"{where}.tool_calls may have at most {MAX_TOOL_CALLS} calls", f"{where}.tool_calls")
+    for at, call in enumerate(message.tool_calls):
+        place = f"{where}.tool_calls[{at}]"
+        check_characters(f"{place}.id", call.id, MAX_TOOL_CALL_ID)
+        _check_tool_name(f"{place}.function.name", call.name)
+        _check_text(f"{place}.function.arguments", call.arguments)
+    if message.tool_call_id is not None:
+        if message.role != "tool":
+            raise InvalidRequest(f"{where}.tool_call_id is for role tool only", f"{where}.tool_call_id")
+        check_characters(f"{where}.tool_call_id", message.tool_call_id, MAX_TOOL_CALL_ID)
+
+
+def _check_tool_name(where: str, name: object) -> None:
+    if not isinstance(name, str) or TOOL_NAME.fullmatch(name) is None:
+        raise InvalidRequest(f"{where} must have 1 to 64 of the characters a-z, A-Z, 0-9, _ and -", where)
+
+
+def _check_tools(data: bytes) -> None:
+    """OpenAI's list of function tools, as JSON."""
+    if not data:
+        return
+    if len(data) > MAX_ALL_TOOLS_BYTES:
+        raise InvalidRequest(f"tools may have at most {MAX_ALL_TOOLS_BYTES} bytes as JSON, not {len(data)}", "tools")
+    try:
+        tools = msgspec.json.decode(data, type=list[dict[str, msgspec.Raw]])
+    except (msgspec.DecodeError, RecursionError):
+        raise InvalidRequest("tools must be a JSON list of objects", "tools") from None
+    if not 1 <= len(tools) <= MAX_TOOLS:
+        raise InvalidRequest(f"tools must have 1 to {MAX_TOOLS} entries, not {len(tools)}", "tools")
+    names: set[str] = set()
+    for at, tool in enumerate(tools):
+        where = f"tools[{at}]"
+        function = _function_of(where, tool)
+        size = sum(len(value) for value in function.values())
+        if size > MAX_TOOL_BYTES:
+            raise InvalidRequest(f"{where} may have at most {MAX_TOOL_BYTES} bytes as JSON, not {size}", where)
+        name = _decoded(function.get("name"))
+        _check_tool_name(f"{where}.function.name", name)
+        if name in names:
+            raise InvalidRequest(f"{where}.function.name: there is another tool of this name", f"{where}.function.name")
+        names.add(str(name))
+        parameters = _decoded(function.get("parameters"))
+        # The arguments of a call are an object, so that is what the schema must be of.
+        if parameters is not None and (
+            not isinstance(parameters, dict) or parameters.get("type", "object") != "object"
+        ):
+            place = f"{where}.function.parameters"
+            raise InvalidRequest(f"{place} must be a JSON schema of type object", place)
+
+
+def _function_of(where: str, tool: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+    if _decoded(tool.get("type")) != "function":
+        raise InvalidRequest(f"{where}.type must be function: other tools are not supported", f"{where}.type")
+    try:
+        return msgspec.json.decode(tool.get("function", b""), type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        raise InvalidRequest(f"{where}.function must be an object", f"{where}.function") from None
+
+
+def _decoded(value: msgspec.Raw | None) -> object:
+    return None if value is None else msgspec.json.decode(value)
+
+
+def _check_template_kwargs(data: bytes, model: ModelInfo) -> None:
+    """The JSON object of further names that the chat template sees."""
+    if not data:
+        return
+    name = "chat_template_kwargs"
+    if len(data) > MAX_TEMPLATE_KWARGS_BYTES:
+        raise InvalidRequest(f"{name} may have at most {MAX_TEMPLATE_KWARGS_BYTES} bytes as JSON", name)
+    try:
+        given = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError):
+        raise InvalidRequest(f"{name} must be a JSON object", name) from None
+    for key in given:
+        if key not in model.template_kwargs:
+            allowed = ", ".join(model.template_kwargs) or "none"
+            raise InvalidRequest(
+                f"{name}.{_short(key)} is not allowed here; allowed: {allowed} (--chat-template-kwargs)",
+                f"{name}.{_short(key)}",
             )

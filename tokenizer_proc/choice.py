@@ -62,15 +62,28 @@ class Choice:
     """State of one choice; `take` is called for each of its rows, in order, until it returns `finished`."""
 
     def __init__(
-        self, request_id: int, index: int, prompt: Sequence[int], params: SamplingParams, vocabulary: Vocabulary
+        self,
+        request_id: int,
+        index: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        vocabulary: Vocabulary,
+        *,
+        in_reasoning: bool = False,
     ) -> None:
-        """`request_id` is the client's; `prompt` the encoded prompt; `params` validated."""
+        """`request_id` is the client's; `prompt` the encoded prompt; `params` validated.
+
+        `in_reasoning`: whether the prompt has opened the reasoning with which the output begins; deltas say so.
+        """
         self._request_id = request_id
         self._index = index
         self._prompt_tokens = len(prompt)
         self._params = params
         self._vocabulary = vocabulary
-        self._detokenizer = vocabulary.detokenizer(prompt, skip_special_tokens=params.skip_special_tokens)
+        self._in_reasoning = in_reasoning
+        self._detokenizer = vocabulary.detokenizer(
+            prompt, skip_special_tokens=params.skip_special_tokens, shown=params.shown_special_tokens
+        )
         self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output)
         self._pending: deque[_Pending] = deque()
         self._num_tokens = 0
@@ -83,7 +96,7 @@ class Choice:
         start = self._num_chars
         shown = self._push(token_id)
         if shown and self._num_shown == self._num_chars and not self._pending and self._matcher.matched is None:
-            return Progress(Delta(self._request_id, self._index, shown, _pack_id(token_id)))
+            return Progress(self._to_delta(shown, _pack_id(token_id), ()))
         self._pending.append(_Pending(token_id, start, self._num_chars, None))
         if self._matcher.matched is not None:
             return self._end("stop", self._matcher.matched, [shown], stop_at=True)
@@ -156,7 +169,10 @@ class Choice:
             token_ids.append(token.token_id)
             if token.logprobs is not None:
                 logprobs.append(token.logprobs)
-        return Delta(self._request_id, self._index, text, pack_ints(token_ids), tuple(logprobs))
+        return self._to_delta(text, pack_ints(token_ids), tuple(logprobs))
+
+    def _to_delta(self, text: str, token_ids: bytes, logprobs: tuple[PositionLogprobs, ...]) -> Delta:
+        return Delta(self._request_id, self._index, text, token_ids, logprobs, self._in_reasoning, self._prompt_tokens)
 
     def _end(
         self, reason: FinishReason, stop_reason: str | int | None, shown: list[str], *, stop_at: bool = False
@@ -171,7 +187,7 @@ class Choice:
                 if token.logprobs is not None and (token.start < self._num_shown or token.end <= self._num_shown)
             ]
             ids = pack_ints(token.token_id for token in self._pending)
-            delta = Delta(self._request_id, self._index, text, ids, tuple(logprobs))
+            delta = self._to_delta(text, ids, tuple(logprobs))
             self._pending.clear()
         finished = Finished(
             self._request_id,

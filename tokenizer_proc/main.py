@@ -10,6 +10,7 @@ import logging
 import time
 from pathlib import Path
 
+import msgspec
 import uvloop
 
 from config.schema import ChildSpec
@@ -20,6 +21,7 @@ from ipc.messages import FromScheduler, ModelInfo, SamplingDefaults, SchedulerRe
 
 from .encoding import PromptEncoder
 from .ingress import Limits
+from .output_format import reasoning_format, tool_format
 from .service import Service
 from .templates import TemplateError, TemplateRenderer
 from .vocabulary import Vocabulary, load_vocabulary
@@ -45,13 +47,15 @@ class Tokenizer:
                 vocabulary.chat_template, vocabulary.special_tokens, spec.config.tokenizer.template_timeout
             )
         self._encoder = PromptEncoder(vocabulary, self._renderer, max_model_len)
-        model = ModelInfo(
+        model = self._model = ModelInfo(
             spec.served_names,
             max_model_len,
             spec.arch.vocab_size,
             int(time.time()),
             self._renderer is not None,
             _defaults(spec),
+            vocabulary.special_token_ids(),
+            spec.config.server.chat_template_kwargs,
         )
         from_client: Decoder[ToTokenizer] = Decoder(ToTokenizer)
         from_scheduler: Decoder[FromScheduler] = Decoder(FromScheduler)
@@ -99,6 +103,7 @@ class Tokenizer:
             try:
                 await self._renderer.start()
                 await self._renderer.check_generation_prompt()
+                await self._find_formats(self._renderer)
             except TemplateError as error:
                 log.warning("chat requests will fail: %s", error)
         self._control.stage("waiting for the scheduler")
@@ -110,6 +115,19 @@ class Tokenizer:
         self._clients.close()
         self._scheduler.close()
         return 0
+
+    async def _find_formats(self, renderer: TemplateRenderer) -> None:
+        """Tell clients how the model writes tool calls and reasoning."""
+        settings = self._spec.config.server
+        tools, tools_why = tool_format(
+            settings.tool_parser, renderer.template, shows_tools=await renderer.check_tools()
+        )
+        reasoning, reasoning_why = reasoning_format(settings.reasoning_parser, renderer.template)
+        if self._spec.index == 0:
+            log.info("%s", tools_why)
+            log.info("%s", reasoning_why)
+        model = msgspec.structs.replace(self._model, tool_format=tools, reasoning_format=reasoning)
+        self._service.describe(model)
 
     def _obey(self, order: Order) -> None:
         if isinstance(order, Drain):

@@ -11,17 +11,21 @@ import logging
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from ipc.channels import LinkError
 from ipc.codec import unpack_int64s, unpack_ints
 from ipc.messages import (
     Abort,
     AbortRequests,
+    ChatPrompt,
     Delta,
     Detokenize,
     Failed,
     Finished,
     Generate,
     Hello,
+    ModelInfo,
     Outputs,
     PromptInfo,
     PromptScores,
@@ -39,6 +43,7 @@ from ipc.validation import InvalidRequest, validate_generate
 from .choice import Choice, Progress
 from .encoding import PromptEncoder
 from .ingress import Limits, bad_word_ids, prompt_name, submits
+from .output_format import REASONING_OPENING
 from .prompt_report import PromptReport
 from .text_service import TextService
 from .vocabulary import Vocabulary
@@ -46,6 +51,8 @@ from .vocabulary import Vocabulary
 log = logging.getLogger(__name__)
 
 _MAX_STALE = 1 << 16  # ended requests whose late outputs are expected; older ones have long been answered
+
+_TAG_TOKENS = 16  # at the end of a prompt: more than a tag and the white space behind it have
 
 _Outgoing = Delta | Finished | Failed | PromptInfo
 
@@ -137,6 +144,10 @@ class Service:
         self._draining = False
         self.unknown_outputs = 0  # rows for requests that never existed or ended long ago
 
+    def describe(self, model: ModelInfo) -> None:
+        """What clients are told of the model from now on."""
+        self._limits = msgspec.structs.replace(self._limits, model=model)
+
     @property
     def live_requests(self) -> int:
         return len(self._requests)
@@ -213,8 +224,11 @@ class Service:
         ids = [next(self._ids) for _ in range(message.params.n)]
         bad_words = bad_word_ids(message.params.bad_words, self._vocabulary)
         to_send = list(submits(ids, token_ids, message, self._limits, bad_words))
+        in_reasoning = self._opens_reasoning(message, token_ids)
         for index, request_id in enumerate(ids):
-            choice = Choice(message.request_id, index, token_ids, message.params, self._vocabulary)
+            choice = Choice(
+                message.request_id, index, token_ids, message.params, self._vocabulary, in_reasoning=in_reasoning
+            )
             request.choices[request_id] = choice
             self._by_id[request_id] = request
         for submit in to_send:
@@ -228,6 +242,13 @@ class Service:
                 self._to_client(request.peer, Outputs((report.info(),)))
             else:
                 request.report = report
+
+    def _opens_reasoning(self, message: Generate, token_ids: Sequence[int]) -> bool:
+        """Whether the rendered prompt ends with the tag that begins reasoning."""
+        if not self._limits.model.reasoning_format or not isinstance(message.prompt, ChatPrompt):
+            return False
+        tail = b"".join(self._vocabulary.token_bytes(token_id) for token_id in token_ids[-_TAG_TOKENS:])
+        return tail.rstrip().endswith(REASONING_OPENING.encode())
 
     def _refuse(self, request: _Request, failed: Failed) -> None:
         self._to_client(request.peer, Outputs((failed,)))

@@ -42,6 +42,8 @@ class Render(Struct, tag=True, array_like=True, frozen=True):
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
+    tools: list[Any] | None = None
+    variables: dict[str, Any] = {}  # further names, of which none hides one that the template has anyway
 
 
 class Rendered(Struct, tag=True, array_like=True, frozen=True):
@@ -130,13 +132,15 @@ class Renderer:
         try:
             pieces: list[str] = []
             size = 0
-            for piece in self._template.generate(
-                messages=request.messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=request.add_generation_prompt,
+            variables = {
+                **request.variables,
                 **self._variables,
-            ):
+                "messages": request.messages,
+                "tools": request.tools,
+                "documents": None,
+                "add_generation_prompt": request.add_generation_prompt,
+            }
+            for piece in self._template.generate(variables):
                 size += len(piece)
                 if size > MAX_OUTPUT_CHARS:
                     return Refused(f"the rendered chat is longer than {MAX_OUTPUT_CHARS} characters")

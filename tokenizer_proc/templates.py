@@ -9,15 +9,16 @@ import contextlib
 import logging
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ipc.messages import ChatMessage, ChatPrompt
+from ipc.messages import ChatMessage, ChatPrompt, ToolCall
 
 from .template_child import LENGTH, MAX_FRAME_BYTES, Answer, Refused, Render, Request, Setup
+from .tool_turns import as_plain_turns
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,13 @@ class TemplateRenderer:
         self._exchange: asyncio.Task[str] | None = None  # with the child; holds the lock
         self._child: asyncio.subprocess.Process | None = None
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+        self._shows_tools = True  # of the template itself; `check_tools` finds out
+        self._system_role = True
+
+    @property
+    def template(self) -> str:
+        """The template's source."""
+        return self._setup.template
 
     @property
     def child_pid(self) -> int | None:
@@ -67,14 +75,18 @@ class TemplateRenderer:
 
     async def render(self, prompt: ChatPrompt) -> str:
         """The prompt text of a conversation; TemplateError when the template refuses it or takes too long."""
-        messages = [_as_mapping(message) for message in prompt.messages]
+        messages = turns_of(prompt.messages)
+        tools = msgspec.json.decode(prompt.tools) if prompt.tools else None
+        variables = msgspec.json.decode(prompt.template_kwargs) if prompt.template_kwargs else {}
+        if not self._shows_tools:
+            messages, tools = as_plain_turns(messages, tools, system_role=self._system_role), None
         if not prompt.continue_final_message:
-            return await self._render(Render(messages, prompt.add_generation_prompt))
+            return await self._render(Render(messages, prompt.add_generation_prompt, tools, variables))
         # Where the last message's text ends in the rendered chat is found by a mark that no conversation contains.
         # The space behind it shows whether the template strips its messages.
         mark = f"end-{secrets.token_hex(16)}"
         messages[-1]["content"] += mark + " "
-        text = await self._render(Render(messages, False))
+        text = await self._render(Render(messages, False, tools, variables))
         end = text.rfind(mark)
         if end < 0:
             raise TemplateError("the chat template does not show the final message, so it cannot be continued")
@@ -98,6 +110,25 @@ class TemplateRenderer:
                 "answering"
             )
         return adds
+
+    async def check_tools(self) -> bool:
+        """Whether the template shows a request's tools; if it does not, they are described in the system message."""
+        self._shows_tools = self._system_role = True
+        user = ChatMessage("user", "Hello there!")
+        function = {"name": "get_time", "description": "The time.", "parameters": {"type": "object", "properties": {}}}
+        tools = msgspec.json.encode([{"type": "function", "function": function}])
+        try:
+            without = await self.render(ChatPrompt((user,)))
+            shows = without != await self.render(ChatPrompt((user,), tools=tools))
+        except TemplateError:
+            return True  # what it says of these messages, it says to those who ask
+        if not shows:
+            try:
+                await self.render(ChatPrompt((ChatMessage("system", "Be brief."), user)))
+            except TemplateError:
+                self._system_role = False
+        self._shows_tools = shows
+        return shows
 
     async def _render(self, request: Render) -> str:
         await self._lock.acquire()
@@ -184,8 +215,34 @@ class TemplateRenderer:
         await child.wait()
 
 
-def _as_mapping(message: ChatMessage) -> dict[str, Any]:
-    mapping = {"role": message.role, "content": message.content}
-    if message.name is not None:
-        mapping["name"] = message.name
-    return mapping
+def turns_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """The conversation as chat templates see it: mappings of the form that transformers gives them.
+
+    Arguments of calls become objects; those that are none stay text. A tool's turn has the name of the function.
+    """
+    names = {call.id: call.name for message in messages for call in message.tool_calls}
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        turn: dict[str, Any] = {"role": message.role, "content": message.content}
+        name = names.get(message.tool_call_id) if message.name is None and message.tool_call_id else message.name
+        if name is not None:
+            turn["name"] = name
+        if message.tool_call_id is not None:
+            turn["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            turn["tool_calls"] = [_call_of(call) for call in message.tool_calls]
+        if message.reasoning:
+            turn["reasoning_content"] = message.reasoning
+        turns.append(turn)
+    return turns
+
+
+def _call_of(call: ToolCall) -> dict[str, Any]:
+    arguments: Any = call.arguments
+    try:
+        decoded = msgspec.json.decode(call.arguments or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        decoded = None
+    if isinstance(decoded, dict):
+        arguments = decoded
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -6,7 +6,7 @@ Rendered chat prompts are encoded without it, since templates write their specia
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +111,17 @@ class Vocabulary:
             return token.replace(_SPACE_MARK, " ").encode()
         return self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
-    def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """A new detokenizer for one choice that continues `prompt`."""
+    def special_token_ids(self) -> dict[str, int]:
+        """Special tokens by their text."""
+        return {self._added[token_id]: token_id for token_id in sorted(self.special_ids)}
+
+    def detokenizer(
+        self, prompt: Sequence[int], *, skip_special_tokens: bool, shown: Collection[str] = ()
+    ) -> Detokenizer:
+        """A new detokenizer for one choice that continues `prompt`; special tokens in `shown` are not skipped."""
         skip = self.special_ids if skip_special_tokens else frozenset[int]()
+        if skip and shown:
+            skip = skip.difference(self.tokenizer.token_to_id(token) for token in shown)
         if self._byte_level or self._sentencepiece:
             return ByteDetokenizer(self.token_bytes, skip)
         return WindowDetokenizer(

@@ -53,8 +53,9 @@ class _Open(Struct):
 class MessagesRenderer(PieceRenderer):
     """The answer to one request: a `message` object, or the events in which it comes about.
 
-    A block ends when a piece of another kind, or another call, begins. How many tokens the prompt has is known at the
-    end only: `message_start` says 0, and the counts in `message_delta` take its place, as Anthropic's client has it.
+    A block ends when a piece of another kind, or another call, begins. How many tokens of the prompt came from the
+    cache is known at the end only: `message_start` counts all of them as input, and the counts in `message_delta` take
+    their place, as Anthropic's client has it.
     """
 
     keep_alive = encode_events([Ping()])
@@ -67,8 +68,9 @@ class MessagesRenderer(PieceRenderer):
         self._open: _Open | None = None
         self._message = MessageObject(id="msg_" + uuid.uuid4().hex, model=job.model, usage=MessageUsage(0, 0))
 
-    def _start(self) -> list[Event]:
-        return [MessageStart(self._message), Ping()]
+    def _start(self, prompt_tokens: int) -> list[Event]:
+        message = msgspec.structs.replace(self._message, usage=MessageUsage(prompt_tokens, 0))
+        return [MessageStart(message), Ping()]
 
     def _add(self, piece: Piece) -> list[Event]:
         match piece:

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from ipc.messages import ModelInfo
+
 from ..errors import ApiError
 from ..protocol import ChatRequest
-from ..translation import Names, chat_request
+from ..translation import Names, chat_request, thinking_kwargs
 from .blocks import chat_messages
 from .protocol import CountTokensRequest, MessagesRequest, MessagesTool
 
@@ -15,17 +17,19 @@ _NAMES = {
     ".parameters": ".input_schema",
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
+    "tools": "tools",
+    "tool_choice": "tool_choice",
 }
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def translate(body: MessagesRequest) -> tuple[ChatRequest, Names]:
+def translate(body: MessagesRequest, model: ModelInfo) -> tuple[ChatRequest, Names]:
     """The chat request, and whose names errors about it must be told under."""
     if body.temperature is not None and not 0 <= body.temperature <= MAX_TEMPERATURE:
         raise ApiError(400, f"temperature must be between 0 and {MAX_TEMPERATURE:g}", param="temperature")
     names = Names(_NAMES)
     fields = {
-        **_prompt_fields(body, names),
+        **_prompt_fields(body, names, model),
         "max_tokens": body.max_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -36,22 +40,27 @@ def translate(body: MessagesRequest) -> tuple[ChatRequest, Names]:
     return chat_request(fields, names), names
 
 
-def translate_prompt(body: CountTokensRequest) -> tuple[ChatRequest, Names]:
+def translate_prompt(body: CountTokensRequest, model: ModelInfo) -> tuple[ChatRequest, Names]:
     """Likewise for a request of which only the prompt is to be counted."""
     names = Names(_NAMES)
-    return chat_request(_prompt_fields(body, names), names), names
+    return chat_request(_prompt_fields(body, names, model), names), names
 
 
-def ignored(body: CountTokensRequest) -> list[str]:
+def ignored(body: CountTokensRequest, model: ModelInfo) -> list[str]:
     """Names of the fields that were given and have no effect."""
     found = {
-        "thinking": body.thinking is not None and body.thinking.type != "disabled",
+        "thinking": body.thinking is not None and body.thinking.type != "disabled" and not _thinking(body, model),
+        "thinking.budget_tokens": _thinking(body, model) and body.thinking and body.thinking.budget_tokens,
         "output_config.effort": body.output_config is not None and body.output_config.effort,
     }
     return [name for name, given in found.items() if given]
 
 
-def _prompt_fields(body: CountTokensRequest, names: Names) -> dict[str, Any]:
+def _thinking(body: CountTokensRequest, model: ModelInfo) -> dict[str, Any]:
+    return {} if body.thinking is None else thinking_kwargs(model, body.thinking.type != "disabled")
+
+
+def _prompt_fields(body: CountTokensRequest, names: Names, model: ModelInfo) -> dict[str, Any]:
     """What decides the prompt, and everything else that both kinds of request have."""
     messages = chat_messages(body.messages, body.system, names)
     # As Anthropic does: a last turn of the assistant is the beginning of the answer.
@@ -67,7 +76,8 @@ def _prompt_fields(body: CountTokensRequest, names: Names) -> dict[str, Any]:
             raise ApiError(400, "tool_choice.name is required", param="tool_choice.name")
         tool_choice = {"type": "function", "function": {"name": choice.name}}
     elif choice is not None:
-        tool_choice = _TOOL_CHOICES[choice.type]
+        # "auto" without tools is what clients send that never look whether they have some.
+        tool_choice = _TOOL_CHOICES[choice.type] if tools or choice.type != "auto" else None
     one_call = choice is not None and bool(tools) and choice.disable_parallel_tool_use
     return {
         **body.extra(),
@@ -78,6 +88,7 @@ def _prompt_fields(body: CountTokensRequest, names: Names) -> dict[str, Any]:
         "tool_choice": tool_choice,
         "parallel_tool_calls": False if one_call else None,
         "response_format": _response_format(body),
+        "chat_template_kwargs": {**_thinking(body, model), **(body.chat_template_kwargs or {})} or None,
     }
 
 

@@ -1,6 +1,25 @@
-"""Parsers of outputs, by the format that a model writes."""
+"""Parsers of outputs, by the format that a model writes. Each is imported when it is first used.
+
+A format of tool calls is a module with a `CallParser`: see `frontend.parsers.calls`, and `config.schema.ToolParserName`
+for the setting.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from frontend.pieces import OutputParser, Piece, Text
+
+if TYPE_CHECKING:
+    from .calls import CallParser
+
+TOOL_PARSERS = {  # module and class, by the name of the format
+    "hermes": ("hermes", "HermesParser"),
+    "llama3_json": ("llama3_json", "Llama3JsonParser"),
+    "mistral": ("mistral", "MistralParser"),
+}
+REASONING_PARSERS = ("think",)
 
 
 class PlainParser(OutputParser):
@@ -11,3 +30,44 @@ class PlainParser(OutputParser):
 
     def finish(self) -> list[Piece]:
         return []
+
+
+def call_parser(name: str) -> "type[CallParser]":
+    """The parser of a format of tool calls."""
+    module, class_name = TOOL_PARSERS[name]
+    found: type[CallParser] = getattr(import_module(f"{__name__}.{module}"), class_name)
+    return found
+
+
+class OutputFormat(Struct, frozen=True):
+    """How the outputs of a request are written; an empty name means that there is nothing of the kind."""
+
+    tools: str = ""
+    names: tuple[str, ...] = ()  # of the request's functions
+    reasoning: str = ""
+    most_calls: int | None = None  # further ones are left out
+
+    @property
+    def plain(self) -> bool:
+        """Whether all is text."""
+        return not self.tools and not self.reasoning
+
+    def parser(self) -> OutputParser:
+        """A new parser, for one choice."""
+        parser: OutputParser = PlainParser()
+        if self.tools:
+            parser = call_parser(self.tools)(self.names, self.most_calls)
+        if self.reasoning:
+            from .think import ThinkParser
+
+            parser = ThinkParser(parser)
+        return parser
+
+    def markup(self) -> tuple[str, ...]:
+        """Texts that mark an output up. Those that are special tokens must be shown for the parser to see them."""
+        marks: tuple[str, ...] = call_parser(self.tools).markup if self.tools else ()
+        if self.reasoning:
+            from .think import MARKUP
+
+            marks += MARKUP
+        return marks

@@ -7,7 +7,6 @@ from ..body import decode_body, read_body
 from ..errors import ApiError
 from ..handlers import generate, json_response
 from ..middleware import note_ignored
-from ..parsers import PlainParser
 from ..requests import chat_job
 from ..service import SERVICE
 from ..tokenize import count_chat
@@ -22,11 +21,11 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     model = service.model_for_new_request()
     body, unknown = decode_body(await read_body(request, service.max_body_bytes), responses_decoder)
-    note_ignored(request, ignored(body) + unknown)
-    chat, names = translate(body)
+    note_ignored(request, ignored(body, model) + unknown)
+    chat, names = translate(body, model)
     try:
         job = chat_job(chat, model)
-        return await generate(request, job, ResponsesRenderer(job, body, names, PlainParser()))
+        return await generate(request, job, ResponsesRenderer(job, body, names, job.output_format.parser()))
     except ApiError as error:
         raise names.translate(error) from None
 
@@ -36,8 +35,8 @@ async def count_input_tokens(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     model = service.model()
     body, unknown = decode_body(await read_body(request, service.max_body_bytes), responses_decoder)
-    note_ignored(request, ignored(body) + unknown)
-    chat, names = translate(body)
+    note_ignored(request, ignored(body, model) + unknown)
+    chat, names = translate(body, model)
     try:
         count = await count_chat(service, chat_job(chat, model))
     except ApiError as error:

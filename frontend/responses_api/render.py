@@ -62,7 +62,7 @@ class ResponsesRenderer(PieceRenderer):
     def _number(self) -> int:
         return next(self._count)
 
-    def _start(self) -> list[Event]:
+    def _start(self, prompt_tokens: int) -> list[Event]:
         return [Created(self._number(), self._response), InProgress(self._number(), self._response)]
 
     def _add(self, piece: Piece) -> list[Event]:

@@ -2,22 +2,25 @@
 
 from typing import Any
 
+from ipc.messages import ModelInfo
+
 from ..errors import ApiError
 from ..protocol import ChatRequest
-from ..translation import Names, chat_request
+from ..translation import Names, chat_request, thinking_kwargs
 from .items import chat_messages
 from .protocol import ResponsesRequest, ResponsesTool, ResponsesToolChoice, TextFormat
 
-MAX_TOOLS = 128  # OpenAI's
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
+    "tools": "tools",
+    "tool_choice": "tool_choice",
 }
 
 
-def translate(body: ResponsesRequest) -> tuple[ChatRequest, Names]:
+def translate(body: ResponsesRequest, model: ModelInfo) -> tuple[ChatRequest, Names]:
     """The chat request, and whose names errors about it must be told under."""
     names = Names(_NAMES)
     _refuse_unsupported(body)
@@ -35,20 +38,26 @@ def translate(body: ResponsesRequest) -> tuple[ChatRequest, Names]:
         "parallel_tool_calls": body.parallel_tool_calls if tools else None,
         "response_format": _response_format(body),
         "stream": body.stream,
+        "chat_template_kwargs": {**_thinking(body, model), **(body.chat_template_kwargs or {})} or None,
     }
     return chat_request(fields, names), names
 
 
-def ignored(body: ResponsesRequest) -> list[str]:
+def ignored(body: ResponsesRequest, model: ModelInfo) -> list[str]:
     """Names of the fields that were given and have no effect."""
     found = {
         "store": body.store,
         "truncation": body.truncation == "auto",
         "text.verbosity": body.text is not None and body.text.verbosity,
-        "reasoning": body.reasoning,
+        "reasoning": body.reasoning is not None and not _thinking(body, model),
         "include": body.include,
     }
     return [name for name, given in found.items() if given]
+
+
+def _thinking(body: ResponsesRequest, model: ModelInfo) -> dict[str, Any]:
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    return {} if effort is None else thinking_kwargs(model, effort != "none", effort)
 
 
 def _refuse_unsupported(body: ResponsesRequest) -> None:
@@ -68,12 +77,11 @@ def _refuse_unsupported(body: ResponsesRequest) -> None:
 def _tools(body: ResponsesRequest) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
     """Chat's `tools` and `tool_choice`."""
     tools = body.tools or []
-    if len(tools) > MAX_TOOLS:
-        raise ApiError(400, f"tools may have at most {MAX_TOOLS} entries, not {len(tools)}", param="tools")
     choice = body.tool_choice
     chat_tools = [_tool(index, tool) for index, tool in enumerate(tools)]
     if not isinstance(choice, ResponsesToolChoice):
-        return chat_tools or None, choice
+        # "auto" without tools is what clients send that never look whether they have some.
+        return chat_tools or None, choice if chat_tools or choice != "auto" else None
     if choice.type == "function":
         return chat_tools or None, {"type": "function", "function": {"name": choice.name}}
     if choice.type != "allowed_tools":

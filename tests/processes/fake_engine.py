@@ -10,10 +10,12 @@ What it answers depends on the last line of the prompt:
 - `flood`: text as fast as it can, until the client aborts
 - `slow`: one token every 50 ms
 - `loop`: two tokens, and an end because the output repeats itself
+- `say "..."`: the text of this JSON string, three characters a token, and an end
 - anything else: `max_tokens` tokens (at most 8: then it "stops"), one message for each
 """
 
 import asyncio
+import json
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
@@ -113,12 +115,13 @@ def expected_text(choice: int, tokens: int) -> str:
 class FakeEngine:
     """Runs on a thread of its own. `requests` and `aborted` say what arrived."""
 
-    def __init__(self, directory: Path, *, welcome: bool = True) -> None:
+    def __init__(self, directory: Path, *, welcome: bool = True, model: ModelInfo = MODEL) -> None:
         self.endpoint = f"ipc://{directory}/clients-0"
         self.stats_endpoint = f"ipc://{directory}/stats"
         self.requests: list[Generate] = []
         self.aborted: set[int] = set()
         self._welcome = welcome
+        self._model = model
         self._peers: list[bytes] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._asked_by: dict[int, bytes] = {}
@@ -145,7 +148,7 @@ class FakeEngine:
         if isinstance(message, Hello):
             self._peers.append(peer)
             if self._welcome:
-                self._router.send(peer, Welcome(MODEL))
+                self._router.send(peer, Welcome(self._model))
         elif isinstance(message, Abort):
             task = self._tasks.pop(message.request_id, None)
             if task is not None:
@@ -192,6 +195,9 @@ class FakeEngine:
             await asyncio.sleep(0.001)
         if request.return_prompt or request.params.prompt_logprobs is not None:
             self._send(peer, prompt_info(request))
+        if kind.startswith("say "):
+            await self._say(peer, request, json.loads(kind.removeprefix("say ")))
+            return
         asked = MOST_TOKENS if request.params.max_tokens is None else request.params.max_tokens
         reason: FinishReason = "length" if asked <= MOST_TOKENS else "stop"
         count = min(asked, MOST_TOKENS)
@@ -212,6 +218,18 @@ class FakeEngine:
             ],
         )
 
+    async def _say(self, peer: bytes, request: Generate, text: str) -> None:
+        pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
+        choices = range(request.params.n)
+        for position, piece in enumerate(pieces):
+            chosen = TokenLogprob(position, piece, piece.encode(), -0.5)
+            logprobs = () if request.params.logprobs is None else (PositionLogprobs(chosen, ()),)
+            deltas = [Delta(request.request_id, choice, piece, pack_ints([position]), logprobs) for choice in choices]
+            self._send(peer, *deltas)
+            await asyncio.sleep(0)
+        count = prompt_length(request), len(pieces), CACHED
+        self._send(peer, *[Finished(request.request_id, choice, "stop", None, *count) for choice in choices])
+
     def _delta(self, request: Generate, choice: int, position: int) -> Delta:
         text = word(choice, position)
         logprobs: tuple[PositionLogprobs, ...] = ()
@@ -222,7 +240,7 @@ class FakeEngine:
                 for rank in range(request.params.logprobs)
             ]
             logprobs = (PositionLogprobs(chosen, tuple(others)),)
-        return Delta(request.request_id, choice, text, pack_ints([position]), logprobs)
+        return Delta(request.request_id, choice, text, pack_ints([position]), logprobs, False, prompt_length(request))
 
     def _send(self, peer: bytes, *items: Delta | Finished | Failed | PromptInfo) -> None:
         self._router.send(peer, Outputs(items))
@@ -248,7 +266,7 @@ class FakeEngine:
         async def send() -> None:
             self._welcome = True
             for peer in self._peers:
-                self._router.send(peer, Welcome(MODEL))
+                self._router.send(peer, Welcome(self._model))
 
         self._call(send())
 

@@ -28,7 +28,7 @@ class Scripted(OutputParser):
 
 
 def delta(text: str = "x") -> Delta:
-    return Delta(1, 0, text, pack_ints([7]))
+    return Delta(1, 0, text, pack_ints([7]), prompt_tokens=10)
 
 
 def finished(reason: FinishReason = "stop", stop_reason: str | int | None = None) -> Finished:

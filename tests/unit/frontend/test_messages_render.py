@@ -95,6 +95,7 @@ def test_events_tell_the_message(data: st.DataObject) -> None:
     )
     assert start["message"]["content"] == []
     assert start["message"]["stop_reason"] is None
+    assert start["message"]["usage"]["input_tokens"] == 10
 
     whole = json.loads(make(Scripted(script)).whole(arrived, USAGE))
     Message.model_validate(whole)

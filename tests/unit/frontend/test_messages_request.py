@@ -11,6 +11,10 @@ from frontend.errors import ApiError
 from frontend.messages_api.protocol import count_tokens_decoder, messages_decoder
 from frontend.messages_api.request import ignored, translate, translate_prompt
 from frontend.protocol import ChatRequest
+from ipc.messages import ModelInfo
+
+MODEL = ModelInfo(names=("m",), max_model_len=100, vocab_size=50, created=0, has_chat_template=True)
+THINKING = msgspec.structs.replace(MODEL, reasoning_format="think", template_kwargs=("enable_thinking", "date_string"))
 
 HELLO = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -19,7 +23,7 @@ TOOL = {"name": "f", "description": "d", "input_schema": SCHEMA}
 
 def chat(**fields: Any) -> ChatRequest:
     body = {"model": "m", "max_tokens": 9, "messages": HELLO, **fields}
-    return translate(decode_body(json.dumps(body).encode(), messages_decoder)[0])[0]
+    return translate(decode_body(json.dumps(body).encode(), messages_decoder)[0], MODEL)[0]
 
 
 def refused(**fields: Any) -> ApiError:
@@ -71,7 +75,7 @@ def test_blocks_are_messages_of_their_roles() -> None:
         {"role": "system", "content": "briefly"},
     ]
     body = decode_body(json.dumps({"model": "m", "max_tokens": 9, "messages": conversation}).encode(), messages_decoder)
-    request, names = translate(body[0])
+    request, names = translate(body[0], MODEL)
     assert [(message.role, message.content) for message in request.messages] == [
         ("user", "ab"),
         ("assistant", "so"),
@@ -110,7 +114,7 @@ def test_tools_take_chats_form() -> None:
 def test_counting_looks_at_the_same_prompt() -> None:
     fields = {"system": "s", "messages": HELLO, "tools": [TOOL], "tool_choice": {"type": "any"}}
     body = decode_body(json.dumps({"model": "m", **fields}).encode(), count_tokens_decoder)[0]
-    counted, _ = translate_prompt(body)
+    counted, _ = translate_prompt(body, MODEL)
     asked = chat(**fields)
     for name in ("messages", "tools", "tool_choice", "continue_final_message"):
         assert getattr(counted, name) == getattr(asked, name)
@@ -161,10 +165,25 @@ def test_what_is_refused_is_named(fields: dict[str, Any], param: str, words: str
 
 
 def test_ignored_fields_are_named() -> None:
-    def names(**fields: Any) -> list[str]:
+    def names(model: ModelInfo = MODEL, **fields: Any) -> list[str]:
         body = {"model": "m", "max_tokens": 9, "messages": HELLO, **fields}
-        return ignored(decode_body(json.dumps(body).encode(), messages_decoder)[0])
+        return ignored(decode_body(json.dumps(body).encode(), messages_decoder)[0], model)
 
     assert names(thinking={"type": "disabled"}, output_config={}) == []
     thinking = {"type": "enabled", "budget_tokens": 1024}
     assert names(thinking=thinking, output_config={"effort": "low"}) == ["thinking", "output_config.effort"]
+    assert names(THINKING, thinking=thinking) == ["thinking.budget_tokens"]
+    assert names(THINKING, thinking={"type": "adaptive"}) == []
+
+
+def test_thinking_is_told_to_templates_of_models_that_think() -> None:
+    for kind, think in (("enabled", True), ("adaptive", True), ("disabled", False)):
+        encoded = json.dumps({"model": "m", "max_tokens": 9, "messages": HELLO, "thinking": {"type": kind}}).encode()
+        body = decode_body(encoded, messages_decoder)[0]
+        assert translate(body, THINKING)[0].chat_template_kwargs == {"enable_thinking": think}
+        assert translate(body, MODEL)[0].chat_template_kwargs is None
+
+
+def test_a_choice_among_no_tools_is_no_choice() -> None:
+    assert chat(tool_choice={"type": "auto"}).tool_choice is None
+    assert chat(tool_choice={"type": "any"}).tool_choice == "required"  # which a chat request then refuses

@@ -114,7 +114,7 @@ def test_chat_contents() -> None:
         ChatMessage("system", "be kind"),
         ChatMessage("user", "ab", "ann"),
         ChatMessage("assistant", ""),
-        ChatMessage("tool", "42"),
+        ChatMessage("tool", "42", tool_call_id="x"),
     )
     assert chat(messages=messages).prompts == (ChatPrompt(expected),)
 
@@ -248,7 +248,7 @@ def test_both_kinds_refuse_by_name(fields: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # this model has no tool format
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": "auto"}, "function_call"),
@@ -265,7 +265,7 @@ def test_both_kinds_refuse_by_name(fields: dict[str, Any], param: str) -> None:
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0].function"),
         ({"continue_final_message": True}, "continue_final_message"),
     ],
     ids=str,

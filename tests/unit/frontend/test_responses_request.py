@@ -11,11 +11,15 @@ from frontend.errors import ApiError
 from frontend.protocol import ChatRequest
 from frontend.responses_api.protocol import responses_decoder
 from frontend.responses_api.request import ignored, translate
+from ipc.messages import ModelInfo
+
+MODEL = ModelInfo(names=("m",), max_model_len=100, vocab_size=50, created=0, has_chat_template=True)
+THINKING = msgspec.structs.replace(MODEL, reasoning_format="think", template_kwargs=("enable_thinking", "date_string"))
 
 
 def chat(**fields: Any) -> ChatRequest:
     body = {"model": "m", "input": "hi", **fields}
-    return translate(decode_body(json.dumps(body).encode(), responses_decoder)[0])[0]
+    return translate(decode_body(json.dumps(body).encode(), responses_decoder)[0], MODEL)[0]
 
 
 def messages(items: Any, **fields: Any) -> list[dict[str, Any]]:
@@ -84,7 +88,7 @@ def test_items_of_one_turn_are_one_message() -> None:
         {"role": "assistant", "content": "really"},
     ]
     body = decode_body(json.dumps({"model": "m", "input": items}).encode(), responses_decoder)[0]
-    request, names = translate(body)
+    request, names = translate(body, MODEL)
     roles = [message.role for message in request.messages]
     assert roles == ["user", "assistant", "tool", "tool", "assistant", "tool", "assistant", "assistant"]
     assert [message.content for message in request.messages] == [
@@ -158,7 +162,22 @@ def test_what_is_refused_is_named(fields: dict[str, Any], param: str, words: str
 def test_ignored_fields_are_named() -> None:
     def names(**fields: Any) -> list[str]:
         body = {"model": "m", "input": "hi", **fields}
-        return ignored(decode_body(json.dumps(body).encode(), responses_decoder)[0])
+        return ignored(decode_body(json.dumps(body).encode(), responses_decoder)[0], MODEL)
 
     assert names(store=False, truncation="disabled", text={"format": {"type": "text"}}, include=[]) == []
     assert names(store=True, truncation="auto", text={"verbosity": "low"}) == ["store", "truncation", "text.verbosity"]
+
+
+@pytest.mark.parametrize(("effort", "think"), [("none", False), ("low", True)])
+def test_reasoning_is_told_to_templates_of_models_that_reason(effort: str, think: bool) -> None:
+    encoded = json.dumps({"model": "m", "input": "hi", "reasoning": {"effort": effort}}).encode()
+    body = decode_body(encoded, responses_decoder)[0]
+    assert translate(body, THINKING)[0].chat_template_kwargs == {"enable_thinking": think}
+    assert ignored(body, THINKING) == []
+    assert translate(body, MODEL)[0].chat_template_kwargs is None
+    assert ignored(body, MODEL) == ["reasoning"]
+
+
+def test_a_choice_among_no_tools_is_no_choice() -> None:
+    assert chat(tools=[], tool_choice="auto").tool_choice is None
+    assert chat(tool_choice="required").tool_choice == "required"  # which a chat request then refuses

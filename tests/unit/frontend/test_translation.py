@@ -113,7 +113,7 @@ def test_no_messages_request_raises_anything_but_4xx(fields: dict[str, Any], tur
 
 def check(body: dict[str, Any], decoder: Any, translate: Any) -> None:
     try:
-        chat, _ = translate(decode_body(json.dumps(body).encode(), decoder)[0])
+        chat, _ = translate(decode_body(json.dumps(body).encode(), decoder)[0], MODEL)
         job: Job | ApiError = chat_job(chat, MODEL)
     except ApiError as error:
         job = error

@@ -1,0 +1,42 @@
+"""Calls as Llama 3.1 to 3.3 write them: the output is `{"name": ..., "parameters": {...}}`, several separated by `;`.
+
+`<|python_tag|>` may stand before them, and there alone a call may follow text.
+Source: Meta's prompt formats for Llama 3.1 (JSON based tool calling) and the chat template of Llama 3.1 Instruct.
+"""
+
+from collections.abc import Mapping
+
+from .calls import CallParser, Script
+from .grammar import call_rules, literal, repeated
+
+_TAG = "<|python_tag|>"
+
+
+class Llama3JsonParser(CallParser):
+    """An object at the beginning is a call only with parameters and the name of one of the request's functions."""
+
+    markup = (_TAG,)
+
+    @classmethod
+    def grammar(cls, tools: Mapping[str, str], special: Mapping[str, int], *, most: int) -> str:
+        return f"start: one{repeated(literal('; '), most)}\none: call\n" + call_rules(tools, "parameters")
+
+    def _format(self) -> Script[None]:
+        self._gap = yield from self._white_space()
+        if self._char == "{":
+            yield from self._calls_in_a_row("", unmarked=True)
+        while (yield from self._text_until(_TAG)):
+            space = yield from self._white_space()
+            yield from self._calls_in_a_row(_TAG + space, unmarked=False)
+
+    def _calls_in_a_row(self, before: str, *, unmarked: bool) -> Script[None]:
+        while (yield from self._call(before, unmarked=unmarked)):
+            before = yield from self._white_space()
+            if self._char != ";":
+                return
+            before += ";"
+            yield from self._advance()
+            before += yield from self._white_space()
+            if self._char != "{":
+                self._say(before)
+                return

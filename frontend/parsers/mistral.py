@@ -1,0 +1,71 @@
+"""Calls as Mistral's models write them: `[TOOL_CALLS]`, then a JSON list of calls.
+
+Newer ones (tokenizer versions 11 and 13) write `[TOOL_CALLS]name{...}` or `[TOOL_CALLS]name[ARGS]{...}` for each call.
+Source: the tokenizer versions of mistral-common. Their templates want ids of calls to be 9 letters or digits.
+"""
+
+import secrets
+import string
+from collections.abc import Mapping
+
+from .calls import CallParser, Script
+from .grammar import call_rules, literal, mark, repeated
+
+_OPENING, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
+_NAME = frozenset(string.ascii_letters + string.digits + "_-.")
+_ID = string.ascii_letters + string.digits
+_ID_LENGTH = 9
+
+
+class MistralParser(CallParser):
+    """Text, then calls."""
+
+    markup = (_OPENING, _ARGUMENTS)
+
+    @classmethod
+    def grammar(cls, tools: Mapping[str, str], special: Mapping[str, int], *, most: int) -> str:
+        return (
+            f"start: {mark(_OPENING, special)} {literal('[')} one{repeated(literal(', '), most)} {literal(']')}\n"
+            f"one: call\n" + call_rules(tools, "arguments")
+        )
+
+    def _format(self) -> Script[None]:
+        while (yield from self._text_until(_OPENING)):
+            space = yield from self._white_space()
+            if self._char == "[":
+                yield from self._list(_OPENING + space)
+            else:
+                yield from self._named(_OPENING + space)
+
+    def _list(self, before: str) -> Script[None]:
+        while True:
+            before += self._char
+            yield from self._advance()
+            before += yield from self._white_space()
+            if not (yield from self._call(before)):
+                return
+            before = yield from self._white_space()
+            if self._char != ",":
+                break
+        yield from self._skip_mark("]")
+
+    def _named(self, before: str) -> Script[None]:
+        name = ""
+        while self._char in _NAME:
+            name += self._char
+            yield from self._advance()
+        before += name
+        if not name:
+            self._say(before)
+            return
+        for expected in _ARGUMENTS if self._char == "[" else "":
+            if self._char != expected:
+                self._say(before)
+                return
+            before += self._char
+            yield from self._advance()
+        before += yield from self._white_space()
+        yield from self._arguments(name, before)
+
+    def _new_id(self) -> str:
+        return "".join(secrets.choice(_ID) for _ in range(_ID_LENGTH))

@@ -1,0 +1,122 @@
+"""What a chat request says about tools: what the template shows, how the output is read, and what it must be."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+
+from ipc.messages import Grammar, ModelInfo
+
+from . import protocol
+from .errors import ApiError
+from .parsers import OutputFormat, call_parser
+from .parsers.grammar import arguments_rule
+
+if TYPE_CHECKING:
+    from .requests import Job
+
+MOST_FORCED_CALLS = 8  # small models do not find an end by themselves
+
+
+class ToolRequest(Struct, frozen=True):
+    """The meaning of `tools`, `tool_choice` and `parallel_tool_calls`."""
+
+    shown: bytes = b""  # JSON for the chat template; empty: no tools
+    output_format: OutputFormat = OutputFormat()
+    grammar: Grammar | None = None
+    shown_special_tokens: tuple[str, ...] = ()
+
+    def apply(self, job: "Job") -> "Job":
+        """The same job with these tools."""
+        if self.grammar is not None and job.params.grammar is not None:
+            raise ApiError(400, "tool_choice demands a call, which excludes any other format", param="tool_choice")
+        params = msgspec.structs.replace(
+            job.params,
+            grammar=self.grammar or job.params.grammar,
+            shown_special_tokens=self.shown_special_tokens,
+        )
+        return msgspec.structs.replace(job, params=params, output_format=self.output_format)
+
+
+def tool_request(body: protocol.ChatRequest, model: ModelInfo) -> ToolRequest:
+    """The tools of a chat request; `ApiError` naming the parameter for what cannot be."""
+    if body.functions:
+        raise ApiError(400, "functions is deprecated: use tools instead", param="functions")
+    if body.function_call not in (None, "none"):
+        raise ApiError(400, "function_call is deprecated: use tool_choice instead", param="function_call")
+    if not body.tools:
+        if body.tool_choice not in (None, "none"):
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+        return _without_tools(model)
+    if body.tool_choice == "none":
+        return _without_tools(model)
+    functions = [_function(at, tool) for at, tool in enumerate(body.tools)]
+    if not model.tool_format:
+        message = "tools: it is not known how this model writes tool calls (the server's --tool-parser says it)"
+        raise ApiError(400, message, param="tools")
+    called = _demanded(body.tool_choice, functions)
+    most = None if body.parallel_tool_calls in (None, True) else 1
+    if isinstance(body.tool_choice, protocol.NamedTool):
+        most = 1
+    # A call that is demanded comes at once, without reasoning.
+    names = tuple(function.name for function in functions)
+    output_format = OutputFormat(model.tool_format, names, "" if called else model.reasoning_format, most)
+    return ToolRequest(
+        msgspec.json.encode([_shown(function) for function in functions]),
+        output_format,
+        _grammar(called, most or MOST_FORCED_CALLS, model) if called else None,
+        _special(output_format, model),
+    )
+
+
+def _without_tools(model: ModelInfo) -> ToolRequest:
+    output_format = OutputFormat(reasoning=model.reasoning_format)
+    return ToolRequest(output_format=output_format, shown_special_tokens=_special(output_format, model))
+
+
+def _special(output_format: OutputFormat, model: ModelInfo) -> tuple[str, ...]:
+    return tuple(text for text in output_format.markup() if text in model.special_tokens)
+
+
+def _function(at: int, tool: protocol.Tool) -> protocol.FunctionDefinition:
+    if tool.type != "function":
+        message = f"tools[{at}].type must be function: tools of type {tool.type[:64]!r} are not supported"
+        raise ApiError(400, message, param=f"tools[{at}].type")
+    if tool.function is None:
+        raise ApiError(400, f"tools[{at}].function is required", param=f"tools[{at}].function")
+    return tool.function
+
+
+def _shown(function: protocol.FunctionDefinition) -> dict[str, object]:
+    """As transformers describes a function to a template, where all of this is always there but the description."""
+    shown = protocol.FunctionDefinition(
+        function.name, function.description, function.parameters or {"type": "object", "properties": {}}
+    )
+    return {"type": "function", "function": shown}
+
+
+def _demanded(
+    choice: str | protocol.NamedTool | None, functions: Sequence[protocol.FunctionDefinition]
+) -> list[protocol.FunctionDefinition]:
+    """The functions of which one must be called; none when the model decides."""
+    if choice is None or choice == "auto":
+        return []
+    if choice == "required":
+        return list(functions)
+    if isinstance(choice, str):
+        message = f"tool_choice must be auto, none, required or a function, not {choice[:64]!r}"
+        raise ApiError(400, message, param="tool_choice")
+    if choice.type != "function" or choice.function is None:
+        message = 'tool_choice as an object must be {"type": "function", "function": {"name": ...}}'
+        raise ApiError(400, message, param="tool_choice")
+    name = choice.function.name
+    found = [function for function in functions if function.name == name]
+    if not found:
+        raise ApiError(400, f"tool_choice: tools has no function {name[:64]!r}", param="tool_choice.function.name")
+    return found
+
+
+def _grammar(functions: Sequence[protocol.FunctionDefinition], most: int, model: ModelInfo) -> Grammar:
+    rules = {function.name: arguments_rule(function.parameters) for function in functions}
+    return Grammar("lark", call_parser(model.tool_format).grammar(rules, model.special_tokens, most=most))

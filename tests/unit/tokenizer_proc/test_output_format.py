@@ -1,0 +1,64 @@
+"""How a model writes calls and reasoning, as told by its chat template."""
+
+import pytest
+
+from ipc.codec import pack_ints
+from ipc.messages import RowOutput, SamplingParams
+from tests.unit.tokenizer_proc.vocabularies import CHATML, byte_level_vocabulary
+from tokenizer_proc.choice import Choice
+from tokenizer_proc.output_format import reasoning_format, tool_format
+
+# What stands in the templates of Qwen2.5, Hermes 3; Llama 3.1 and 3.2; Mistral 7B v0.3, Nemo; Qwen3-Coder, GLM-4.5.
+KNOWN = [
+    ("within <tool_call></tool_call> XML tags:\\n<tool_call>\\n", "hermes"),
+    (
+        'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.',
+        "llama3_json",
+    ),
+    ("{{- '<|python_tag|>' + tool_call.name }}", "llama3_json"),
+    ('{{- "[TOOL_CALLS] [" }}', "mistral"),
+    ("<tool_call>\\n<function=example>", ""),
+    ("<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>", ""),
+    ("{{ tools }}", ""),
+]
+
+
+@pytest.mark.parametrize(("template", "name"), KNOWN)
+def test_auto_takes_it_from_the_template(template: str, name: str) -> None:
+    found, why = tool_format("auto", template, shows_tools=True)
+    assert found == name
+    assert (name or "--tool-parser") in why
+
+
+def test_settings_win_where_they_can() -> None:
+    assert tool_format("none", "[TOOL_CALLS]", shows_tools=True)[0] == ""
+    assert tool_format("hermes", "[TOOL_CALLS]", shows_tools=True)[0] == "hermes"
+    assert tool_format("auto", CHATML, shows_tools=False)[0] == "hermes"
+    found, why = tool_format("mistral", CHATML, shows_tools=False)
+    assert found == "hermes"
+    assert "--tool-parser mistral cannot be used" in why
+
+
+def test_reasoning() -> None:
+    assert reasoning_format("auto", "{% if '</think>' in content %}")[0] == "think"
+    assert reasoning_format("auto", CHATML)[0] == ""
+    assert reasoning_format("think", CHATML)[0] == "think"
+    assert reasoning_format("none", "<think>")[0] == ""
+
+
+def test_special_tokens_are_shown_one_by_one() -> None:
+    vocabulary = byte_level_vocabulary()
+    ids = vocabulary.special_token_ids()
+    assert set(ids) == {"<|start|>", "<|end|>"}
+    tokens = [ids["<|start|>"], *vocabulary.encode("hello", add_special_tokens=False), ids["<|end|>"]]
+
+    def text(params: SamplingParams) -> str:
+        choice = Choice(1, 0, [1], params, vocabulary, in_reasoning=True)
+        deltas = [choice.take_plain(token).delta for token in tokens]
+        deltas.append(choice.take(RowOutput(1, pack_ints([]), "length")).delta)
+        assert all(delta.in_reasoning for delta in deltas if delta)
+        return "".join(delta.text for delta in deltas if delta)
+
+    assert text(SamplingParams()) == "hello"
+    assert text(SamplingParams(shown_special_tokens=("<|start|>", "<unknown>"))) == "<|start|>hello"
+    assert text(SamplingParams(skip_special_tokens=False)) == "<|start|>hello<|end|>"
