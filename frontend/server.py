@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 1.2  # for error events to be written once the engine is lost
 _CLOSE_SECONDS = 0.5  # for connections to end
+_LINGER_SECONDS = 10.0  # for a client to send the rest of a body that is refused, and then to read why
 
 
 async def serve(spec: ChildSpec, control: Control) -> None:
@@ -71,6 +72,7 @@ async def serve(spec: ChildSpec, control: Control) -> None:
             access_log=None,
             auto_decompress=False,
             keepalive_timeout=server.client_timeout,
+            lingering_time=min(_LINGER_SECONDS, server.client_timeout),
         )
         connections.add(made)
         return made

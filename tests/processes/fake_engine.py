@@ -8,6 +8,8 @@ What it answers depends on the last line of the prompt:
 - `late`: likewise, because the first token would come too late
 - `fail`: one token, then a 503
 - `flood`: text as fast as it can, until the client aborts
+- `gush`: half a megabyte of text at once, then like any other
+- `clog`: half a megabyte of text at once, then nothing until the client aborts
 - `slow`: one token every 50 ms
 - `loop`: two tokens, and an end because the output repeats itself
 - anything else: `max_tokens` tokens (at most 8: then it "stops"), one message for each
@@ -46,6 +48,7 @@ MODEL = ModelInfo(
 )
 MOST_TOKENS = 8
 CACHED = 3
+GUSH = 1 << 19  # characters
 REFUSALS = {"refuse": ("queue_full", 2.5), "late": ("ttft_target", 0.25)}  # code and seconds
 
 
@@ -148,6 +151,10 @@ class FakeEngine:
         while kind == "flood":
             self._send(peer, Delta(name, 0, "x" * 65536, pack_ints([1])))
             await asyncio.sleep(0.001)
+        if kind in ("gush", "clog"):
+            self._send(peer, Delta(name, 0, "x" * GUSH, pack_ints([1])))
+            if kind == "clog":
+                return
         asked = request.params.max_tokens or MOST_TOKENS
         reason: FinishReason = "length" if asked <= MOST_TOKENS else "stop"
         count = min(asked, MOST_TOKENS)
