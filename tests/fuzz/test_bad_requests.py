@@ -54,12 +54,13 @@ class Target:
     def raw(self, data: bytes) -> bytes:
         """What comes back until the connection closes; it is given up when the server waits for more bytes."""
         received = b""
-        with socket.create_connection(self.address, timeout=RAW_SECONDS) as connection:
-            # A connection may be closed before all has been sent.
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                connection.sendall(data)
-                while part := connection.recv(65536):
-                    received += part
+        with (
+            contextlib.suppress(ConnectionError, TimeoutError),  # also when it is closed before all has been sent
+            socket.create_connection(self.address, timeout=RAW_SECONDS) as connection,
+        ):
+            connection.sendall(data)
+            while part := connection.recv(65536):
+                received += part
         return received
 
     def note(self, kind: str, status: str, body: bytes, sent: Any) -> None:
