@@ -96,7 +96,12 @@ async def serve(spec: ChildSpec, control: Control) -> None:
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(work)
-            for work in (keep_alive.run(), announce(), watch_backlogs(connections, server.client_timeout))
+            for work in (
+                keep_alive.run(),
+                announce(),
+                service.metrics.run(),
+                watch_backlogs(connections, server.client_timeout),
+            )
         ]
         await service.over.wait()
         for task in tasks:

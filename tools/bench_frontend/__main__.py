@@ -86,8 +86,8 @@ def specification(folder: str, listener: socket.socket) -> ChildSpec:
     )
 
 
-async def measure(part: str, options: argparse.Namespace) -> tuple[Counted, float]:
-    """What the client counted, and the seconds of CPU that the frontend took meanwhile."""
+async def measure(part: str, options: argparse.Namespace) -> tuple[Counted, float, float]:
+    """What the client counted, and how much of a core the frontend took meanwhile: in all, and in the kernel."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         spec = specification(folder, listener)
         changed = asyncio.Event()
@@ -111,7 +111,7 @@ async def measure(part: str, options: argparse.Namespace) -> tuple[Counted, floa
             output, _ = await client.communicate()
             if client.returncode:
                 raise SystemExit("the client failed")
-            return msgspec.json.decode(output, type=Counted), await cpu
+            return msgspec.json.decode(output, type=Counted), *await cpu
         finally:
             frontend.order(Drain())
             while frontend.alive:
@@ -133,14 +133,15 @@ async def _start(module: str, *arguments: str) -> asyncio.subprocess.Process:
     )
 
 
-async def _cpu_seconds(process: psutil.Process, seconds: float) -> float:
-    """CPU seconds per second of the process, after the client's warm-up."""
+async def _cpu_seconds(process: psutil.Process, seconds: float) -> tuple[float, float]:
+    """CPU seconds per second of the process, after the client's warm-up; of that, in the kernel."""
     await asyncio.sleep(2.0)
     wait = max(1.0, seconds - 2.0)
     before = process.cpu_times()
     await asyncio.sleep(wait)
     after = process.cpu_times()
-    return float(after.user + after.system - before.user - before.system) / wait
+    user, system = after.user - before.user, after.system - before.system
+    return (user + system) / wait, system / wait
 
 
 def percentile(values: list[int], share: float) -> float:
@@ -148,7 +149,7 @@ def percentile(values: list[int], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
 
 
-def report(part: str, counted: Counted, cpu: float) -> str:
+def report(part: str, counted: Counted, cpu: float, kernel: float) -> str:
     """One line of numbers with their names."""
     amount, unit = (counted.tokens, "tokens/s") if part == "streams" else (counted.requests, "requests/s")
     rate = amount / counted.seconds
@@ -163,8 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}")
     for part in _PARTS if options.only is None else (options.only,):
-        counted, cpu = asyncio.run(measure(part, options))
-        print(report(part, counted, cpu), flush=True)
+        print(report(part, *asyncio.run(measure(part, options))), flush=True)
     return 0
 
 
