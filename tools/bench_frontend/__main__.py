@@ -156,7 +156,10 @@ def report(part: str, counted: Counted, cpu: float, kernel: float) -> str:
     values = counted.latencies_us if part == "streams" else counted.request_us
     what = "added latency" if part == "streams" else "request"
     times = ", ".join(f"p{share * 100:g} {percentile(values, share) / 1e3:.2f} ms" for share in (0.5, 0.99))
-    return f"{part:9} {rate:8.0f} {unit}, of one core {rate / cpu:8.0f}; frontend {cpu:4.0%} of a core; {what}: {times}"
+    return (
+        f"{part:9} {rate:8.0f} {unit}, of one core {rate / cpu:8.0f}; frontend {cpu:4.0%} of a core "
+        f"({kernel:.0%} in the kernel); {what}: {times}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
