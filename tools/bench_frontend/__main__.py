@@ -38,6 +38,7 @@ An added latency far above a millisecond says that the offered rate is more than
 _PARTS = ("streams", "requests")
 _STREAM_TOKENS = 200  # of one answer
 _READY_SECONDS = 30.0
+_CLIENT_BEGINS_SECONDS = 1.5  # its start and its warm-up
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -135,8 +136,8 @@ async def _start(module: str, *arguments: str) -> asyncio.subprocess.Process:
 
 async def _cpu_seconds(process: psutil.Process, seconds: float) -> tuple[float, float]:
     """CPU seconds per second of the process, after the client's warm-up; of that, in the kernel."""
-    await asyncio.sleep(2.0)
-    wait = max(1.0, seconds - 2.0)
+    await asyncio.sleep(_CLIENT_BEGINS_SECONDS)
+    wait = 0.8 * seconds
     before = process.cpu_times()
     await asyncio.sleep(wait)
     after = process.cpu_times()
@@ -157,7 +158,7 @@ def report(part: str, counted: Counted, cpu: float, kernel: float) -> str:
     what = "added latency" if part == "streams" else "request"
     times = ", ".join(f"p{share * 100:g} {percentile(values, share) / 1e3:.2f} ms" for share in (0.5, 0.99))
     return (
-        f"{part:9} {rate:8.0f} {unit}, of one core {rate / cpu:8.0f}; frontend {cpu:4.0%} of a core "
+        f"{part:9} {rate:8.0f} {unit}, of one core {rate / max(cpu, 0.001):8.0f}; frontend {cpu:4.0%} of a core "
         f"({kernel:.0%} in the kernel); {what}: {times}"
     )
 
