@@ -71,6 +71,7 @@ async def progress(request: web.Request) -> web.StreamResponse:
 async def metrics(request: web.Request) -> web.StreamResponse:
     """GET /metrics: Prometheus text, summed over all frontends."""
     service = request.app[SERVICE]
+    service.metrics.inter_token.flush()
     text = await asyncio.to_thread(service.metrics.render, service.stats)
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 

@@ -5,6 +5,7 @@ whichever of them is asked answers with the sum. `PROMETHEUS_MULTIPROC_DIR` must
 The scheduler's numbers come from its latest `Stats` and are exposed once. Names follow vLLM's where it has one.
 """
 
+import asyncio
 import os
 from collections.abc import Iterator
 
@@ -15,8 +16,11 @@ from prometheus_client.registry import Collector
 
 from ipc.messages import FinishReason, Stats
 
+from .histogram import TokenHistogram
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+_FLUSH_SECONDS = 0.5
 _FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN = (
     0.001,
@@ -50,10 +54,11 @@ class Metrics:
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "from the request's arrival to a choice's first token", _FIRST_TOKEN
         )
-        self.inter_token = self._histogram(
-            "inter_token_latency_seconds",
+        self.inter_token = TokenHistogram(
+            "tokenmill:inter_token_latency_seconds",
             "time between two arrivals of tokens of one choice, divided by the tokens of the later one",
             _INTER_TOKEN,
+            self._registry,
         )
         self.request_latency = self._histogram(
             "e2e_request_latency_seconds", "from the request's arrival to the end of its last choice", _LATENCY
@@ -76,6 +81,12 @@ class Metrics:
     def http_request(self, route: str, status: int) -> None:
         """Count an answered request; `route` is the pattern, not the path."""
         self._http.labels(route, str(status)).inc()
+
+    async def run(self) -> None:
+        """Keep what other frontends can see of this one's numbers up to date."""
+        while True:
+            await asyncio.sleep(_FLUSH_SECONDS)
+            self.inter_token.flush()
 
     def render(self, stats: Stats | None) -> bytes:
         """Everything in Prometheus' text format. Reads files: not for the event loop."""

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 1.2  # for error events to be written once the engine is lost
 _CLOSE_SECONDS = 0.5  # for connections to end
+_LINGER_SECONDS = 10.0  # for a client to send the rest of a body that is refused, and then to read why
 
 
 async def serve(spec: ChildSpec, control: Control) -> None:
@@ -71,6 +72,7 @@ async def serve(spec: ChildSpec, control: Control) -> None:
             access_log=None,
             auto_decompress=False,
             keepalive_timeout=server.client_timeout,
+            lingering_time=min(_LINGER_SECONDS, server.client_timeout),
         )
         connections.add(made)
         return made
@@ -94,7 +96,12 @@ async def serve(spec: ChildSpec, control: Control) -> None:
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(work)
-            for work in (keep_alive.run(), announce(), watch_backlogs(connections, server.client_timeout))
+            for work in (
+                keep_alive.run(),
+                announce(),
+                service.metrics.run(),
+                watch_backlogs(connections, server.client_timeout),
+            )
         ]
         await service.over.wait()
         for task in tasks:

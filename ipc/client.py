@@ -91,7 +91,7 @@ class Stream:
         self._items: list[Delta | Finished] = []
         self._failed: Failed | None = None
         self._aborted = False
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of whoever iterates; an Event costs more for each token
 
     @property
     def done(self) -> bool:
@@ -102,7 +102,7 @@ class Stream:
         """Stop the generation; whoever iterates gets no further item. Does nothing to a stream that has ended."""
         if not self.done:
             self._aborted = True
-            self._wake.set()
+            self._wake()
             self._on_abort(self)
 
     def _put(self, item: Delta | Finished | Failed | PromptInfo) -> None:
@@ -115,13 +115,17 @@ class Stream:
             self._items.append(item)
             if isinstance(item, Finished):
                 self._open_choices -= 1
-        self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def __aiter__(self) -> AsyncIterator[list[Delta | Finished]]:
         while True:
             if not self._items and not self.done:
-                self._wake.clear()
-                await self._wake.wait()
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
             if self._aborted:
                 return
             if self._items:

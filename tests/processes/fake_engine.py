@@ -8,6 +8,8 @@ What it answers depends on the last line of the prompt:
 - `late`: likewise, because the first token would come too late
 - `fail`: one token, then a 503
 - `flood`: text as fast as it can, until the client aborts
+- `gush`: half a megabyte of text at once, then like any other
+- `clog`: half a megabyte of text at once, then nothing until the client aborts
 - `slow`: one token every 50 ms
 - `loop`: two tokens, and an end because the output repeats itself
 - `say "..."`: the text of this JSON string, three characters a token, and an end
@@ -54,6 +56,7 @@ MODEL = ModelInfo(
 )
 MOST_TOKENS = 8
 CACHED = 3
+GUSH = 1 << 19  # characters
 REFUSALS = {"refuse": ("queue_full", 2.5), "late": ("ttft_target", 0.25)}  # code and seconds
 
 
@@ -195,6 +198,10 @@ class FakeEngine:
             await asyncio.sleep(0.001)
         if request.return_prompt or request.params.prompt_logprobs is not None:
             self._send(peer, prompt_info(request))
+        if kind in ("gush", "clog"):
+            self._send(peer, Delta(name, 0, "x" * GUSH, pack_ints([1])))
+            if kind == "clog":
+                return
         if kind.startswith("say "):
             await self._say(peer, request, json.loads(kind.removeprefix("say ")))
             return

@@ -22,6 +22,10 @@ def test_a_setting_that_cannot_be_used_is_one_line_and_status_two() -> None:
         ((), {}, "--model is missing"),
         (("--model", "m", "--port", "x"), {}, "--port: must be a whole number from 0 to 65535, not 'x'"),
         (("--model", "m"), {"TOKENMILL_TP": "0"}, "TOKENMILL_TP: must be a whole number from 1 to 64, not '0'"),
+        (("--model", "m", "--api-key-file", "nowhere"), {}, "--api-key-file nowhere: No such file or directory"),
+        (("--model", "m"), {"TOKENMILL_API_KEYS": ""}, "TOKENMILL_API_KEYS: expected keys of 1 to 512 printable"),
+        (("--model", "m", "--tls-key", "key.pem"), {}, "--tls-key needs --tls-cert as well"),
+        (("--model", "m", "--cors-origin", "a.example"), {}, "--cors-origin a.example: must be * or scheme, host"),
     ):
         done = run(*arguments, **environ)
         assert done.returncode == 2
