@@ -179,6 +179,7 @@ class PositionLogprobs(Message, frozen=True):
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
+    offset: int = 0  # where the token, or the character that it is a part of, begins in the output, in characters
 
 
 class PromptPosition(Message, frozen=True):

@@ -5,8 +5,17 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
+from config.schema import GenerationDefaults
 from ipc.codec import pack_floats, pack_ints
-from ipc.messages import ChatPrompt, Generate, ModelInfo, SamplingParams, SamplingSpec, Submit
+from ipc.messages import (
+    ChatPrompt,
+    Generate,
+    ModelInfo,
+    SamplingDefaults,
+    SamplingParams,
+    SamplingSpec,
+    Submit,
+)
 from ipc.validation import InvalidRequest
 
 from .vocabulary import Vocabulary
@@ -29,6 +38,15 @@ class Limits(Struct, frozen=True):
     def longest(self) -> int:
         """Most tokens of prompt and output together that can ever be computed."""
         return min(self.model.max_model_len, self.pool_tokens)
+
+
+def sampling_defaults(model: GenerationDefaults, vocab_size: int) -> SamplingDefaults:
+    """What the model recommends, and OpenAI's defaults where it says nothing."""
+    said = {name: getattr(model, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    if model.top_k is not None:
+        said["top_k"] = min(model.top_k, vocab_size)
+    used = {name: value for name, value in said.items() if value is not None}
+    return SamplingDefaults(**used, max_tokens=model.max_new_tokens)
 
 
 def prompt_name(message: Generate) -> str:

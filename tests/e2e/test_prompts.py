@@ -149,6 +149,7 @@ def test_choices_share_one_prompt_and_its_values(server: Server) -> None:
         assert [part["finish_reason"] for part in mine] == [None] * (len(mine) - 1) + ["length"]
 
 
+@pytest.mark.slow
 def test_b078_lists_are_complete_in_a_pool_too_small_for_all(model_path: Path, server: Server) -> None:
     bodies = [scored(A[: 200 + 40 * at], max_tokens=100, ignore_eos=True) for at in range(10)]
     expected = post_all(server.url + COMPLETIONS, bodies)
@@ -233,6 +234,10 @@ def test_b034_penalties_do_not_depend_on_the_batch(server: Server) -> None:
     for _ in range(5):
         assert [answer.text for answer in post_all(url, [first, second])] == alone
         assert [answer.text for answer in post_all(url, [second, first])] == alone[::-1]
+
+
+def test_the_start_says_what_requests_get_that_do_not_say(server: Server) -> None:
+    assert "sampling defaults: OpenAI's" in server.stderr
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ from tools.simulate.replay import replay
 
 PEERS = (b"tok0", b"tok1")
 VOCABULARY = 1 << 30
-FIRST_ID = 0x2A2B0000  # real ids are large, so that their bytes cannot turn up in a log by chance
+FIRST_ID = 0x2A2B1C1D  # real ids are large, so that their bytes cannot turn up in a log by chance
 END = FIRST_ID + 7
 BLOCKS = 18
 SCORE = b"\x11\x22\x33\x44"  # a float32

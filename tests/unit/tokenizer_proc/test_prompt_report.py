@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from config.schema import GenerationDefaults
 from ipc.codec import pack_floats, pack_ints, unpack_ints
 from ipc.messages import (
     Delta,
@@ -17,6 +18,7 @@ from ipc.messages import (
     PromptInfo,
     PromptScores,
     RowOutput,
+    SamplingDefaults,
     SamplingParams,
     TextPrompt,
     Tokenize,
@@ -24,7 +26,7 @@ from ipc.messages import (
     TokenPrompt,
 )
 from tests.unit.tokenizer_proc.test_service import EOS, HELLO, MODEL, PEER, VOCABULARY, Bench, row
-from tokenizer_proc.ingress import bad_word_ids
+from tokenizer_proc.ingress import bad_word_ids, sampling_defaults
 from tokenizer_proc.prompt_report import PromptReport
 
 TEXT = "hello 🌶 a"
@@ -216,3 +218,25 @@ def test_what_cannot_be_tokenized_is_refused(message: Tokenize | Detokenize, par
     (failed,) = answer.items
     assert isinstance(failed, Failed)
     assert (failed.request_id, failed.status, failed.param) == (1, 400, param)
+
+
+@pytest.mark.parametrize(
+    ("params", "budget"),
+    [({}, 12), ({"max_tokens": 30}, 30), ({"min_tokens": 20}, 20), ({"max_tokens": 3}, 3)],
+)
+def test_the_models_own_limit_is_for_requests_that_do_not_say(params: dict[str, int], budget: int) -> None:
+    bench = Bench(max_new_tokens=12)
+    bench.generate(**params)
+    assert bench.submits[0].max_tokens == budget
+
+
+def test_the_models_own_limit_is_cut_to_what_fits() -> None:
+    bench = Bench(max_new_tokens=1000)
+    bench.generate(prompt=TokenPrompt(pack_ints([HELLO] * 60)))
+    assert bench.submits[0].max_tokens == MODEL.max_model_len - 60
+
+
+def test_sampling_defaults_are_the_models_and_else_openais() -> None:
+    assert sampling_defaults(GenerationDefaults(), 50) == SamplingDefaults()
+    model = GenerationDefaults(temperature=0.6, top_k=100, max_new_tokens=9)
+    assert sampling_defaults(model, 50) == SamplingDefaults(temperature=0.6, top_k=50, max_tokens=9)
