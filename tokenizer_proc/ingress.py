@@ -16,7 +16,7 @@ from ipc.messages import (
     SamplingSpec,
     Submit,
 )
-from ipc.validation import InvalidRequest
+from ipc.validation import MAX_PROMPT_LOGPROBS, InvalidRequest
 
 from .vocabulary import Vocabulary
 
@@ -69,6 +69,12 @@ def output_budget(num_prompt: int, message: Generate, limits: Limits) -> int:
             "context_length_exceeded",
         )
     _check_queue(num_prompt, params.n, limits)
+    if params.prompt_logprobs is not None and num_prompt * (params.prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs (or logprobs with echo) is {params.prompt_logprobs}; of a prompt of {num_prompt} tokens "
+            f"it may be at most {MAX_PROMPT_LOGPROBS // num_prompt - 1}",
+            "prompt_logprobs",
+        )
     if params.max_tokens is None:
         budget = max(1, limits.longest - num_prompt)
         if limits.max_new_tokens is not None:

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from config.schema import GenerationDefaults
 from ipc.codec import pack_floats, pack_ints, unpack_ints
@@ -25,6 +26,7 @@ from ipc.messages import (
     Tokenized,
     TokenPrompt,
 )
+from ipc.validation import MAX_PROMPT_LOGPROBS
 from tests.unit.tokenizer_proc.test_service import EOS, HELLO, MODEL, PEER, VOCABULARY, Bench, row
 from tokenizer_proc.ingress import bad_word_ids, sampling_defaults
 from tokenizer_proc.prompt_report import PromptReport
@@ -65,7 +67,9 @@ def test_positions_come_in_parts_and_are_told_whole() -> None:
 
 
 def test_offsets_point_into_the_text_also_within_a_character() -> None:
-    info = report().info()
+    one = report(prompt_logprobs=0)
+    one.take(scores(1, len(IDS) - 1, k=0))
+    info = one.info()
     pepper = TEXT.index("🌶")
     for token_id, offset in zip(IDS, unpack_ints(info.offsets), strict=True):
         spelled = VOCABULARY.token_bytes(token_id)
@@ -240,3 +244,16 @@ def test_sampling_defaults_are_the_models_and_else_openais() -> None:
     assert sampling_defaults(GenerationDefaults(), 50) == SamplingDefaults()
     model = GenerationDefaults(temperature=0.6, top_k=100, max_new_tokens=9)
     assert sampling_defaults(model, 50) == SamplingDefaults(temperature=0.6, top_k=50, max_tokens=9)
+
+
+def test_more_values_than_a_message_holds_are_refused() -> None:
+    length = MAX_PROMPT_LOGPROBS // 10
+    model = structs.replace(MODEL, max_model_len=2 * length)
+    bench = Bench(model=model, pool_tokens=2 * length)
+    prompt = TokenPrompt(pack_ints([HELLO] * length))
+    bench.generate(prompt=prompt, max_tokens=1, prompt_logprobs=10)
+    failed = bench.failure()
+    assert (failed.status, failed.param) == (400, "prompt_logprobs")
+    assert "at most 9" in failed.message
+    bench.generate(2, prompt, max_tokens=1, prompt_logprobs=9)
+    assert len(bench.submits) == 1
