@@ -239,8 +239,9 @@ def _job(
         "priority": _given(body.priority, 0),
         "ttft_target_ms": body.ttft_target_ms,
         "cache_pin_seconds": _given(body.cache_pin_seconds, 0.0),
-        "return_prompt": echo or bool(body.return_token_ids),
     }
+    if echo or body.return_token_ids:
+        options["return_prompt"] = True
     cache_salt = _given(body.cache_salt, "")
     try:
         validate_options(**options)

@@ -3,7 +3,6 @@
 Chunks are put together from parts encoded once per request, since a chunk is built for each token.
 """
 
-import codecs
 import time
 import uuid
 from abc import abstractmethod
@@ -230,10 +229,6 @@ class CompletionResponder(Responder):
     chunk_object_name = "text_completion"
     _no_text = b'"text":""'
 
-    def __init__(self, job: Job, fingerprint: str) -> None:
-        super().__init__(job, fingerprint)
-        self._offsets: dict[int, _TextOffsets] = {}
-
     def _echo(self, index: int) -> str:
         return self.prompt_of(index).text if self.job.echo else ""
 
@@ -248,9 +243,7 @@ class CompletionResponder(Responder):
     def _logprobs(self, index: int, positions: list[PositionLogprobs]) -> CompletionLogprobs | None:
         if self.job.params.logprobs is None:
             return None
-        offsets = self._offsets.get(index)
-        if offsets is None:
-            offsets = self._offsets[index] = _TextOffsets(len(self._echo(index)))
+        start = len(self._echo(index))
         return CompletionLogprobs(
             tokens=[position.chosen.token for position in positions],
             token_logprobs=[finite(position.chosen.logprob) for position in positions],
@@ -258,7 +251,7 @@ class CompletionResponder(Responder):
                 {token.token: finite(token.logprob) for token in (*position.top, position.chosen)}
                 for position in positions
             ],
-            text_offset=[offsets.advance(position.chosen.token_bytes) for position in positions],
+            text_offset=[start + position.offset for position in positions],
         )
 
     def _echoed(self, index: int) -> CompletionLogprobs | None:
@@ -293,20 +286,6 @@ class CompletionResponder(Responder):
                 echoed.text_offset + logprobs.text_offset,
             )
         return CompletionChoice(index, self._echo(index) + text, logprobs, reason)
-
-
-class _TextOffsets:
-    """Where each token begins in the output, in characters; one inside a character begins where the character does."""
-
-    def __init__(self, start: int) -> None:
-        """`start`: characters before the output."""
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._characters = start
-
-    def advance(self, token_bytes: bytes) -> int:
-        start = self._characters
-        self._characters += len(self._decoder.decode(token_bytes))
-        return start
 
 
 def _no_prompt(index: int) -> PromptInfo:

@@ -2,8 +2,8 @@
 
 What does not belong here: index arithmetic (`prepare`, or the backend's own), what is known of a row (`rows`,
 `sampler_state`), the mathematics of sampling (`sampling`), log-probabilities of prompts (`prompt_scores`), copies and
-their thread (`block_copier`), anything about a model or a device (`models`, `backends`), sockets and processes (`main`).
-Nothing here decides what runs: the scheduler does.
+their thread (`block_copier`), anything about a model or a device (`models`, `backends`), sockets and processes
+(`main`). Nothing here decides what runs: the scheduler does.
 """
 
 import time

@@ -1,13 +1,14 @@
 """From logits to tokens, for all sampling rows of a step at once.
 
 The order of operations, which clients can see in the results: logit bias; ids that are not allowed, are banned before
-`min_tokens`, or would complete a bad word; the repetition, then frequency and presence penalties; (log-probabilities are
-reported of what stands here;) temperature; top-k; top-p; min-p; one draw by inverse CDF in vocabulary order.
+`min_tokens`, or would complete a bad word; the repetition, then frequency and presence penalties; (log-probabilities
+are reported of what stands here;) temperature; top-k; top-p; min-p; one draw by inverse CDF in vocabulary order.
 
 Each operation treats every row by itself and in the same way whatever the other rows are, so a row's token has the same
 bits alone and in a batch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,7 +64,7 @@ class SamplingBatch:
     logprobs: NDArray[np.int64]  # [S], -1: none, k: those of the token and of the k best
     bias: Bias | None = None
     banned: LogitEdit | None = None
-    allowed: dict[int, IntArray] | None = None  # by index into the batch: the ids besides which nothing is possible
+    allowed: Mapping[int, IntArray] | None = None  # by index into the batch: the ids besides which nothing is possible
     penalties: Penalties | None = None
 
 

@@ -184,6 +184,7 @@ class PositionLogprobs(Message, frozen=True):
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
+    offset: int = 0  # where the token, or the character that it is a part of, begins in the output, in characters
 
 
 class PromptPosition(Message, frozen=True):
@@ -200,7 +201,7 @@ class PromptInfo(Message, frozen=True):
     request_id: int
     token_ids: bytes  # int32
     text: str
-    offsets: bytes  # int32: where in `text` each token begins, in characters
+    offsets: bytes  # int32: where in `text` each token begins, in characters; empty as `positions` are
     first_token: str  # its text; of the others, `positions` have it
     positions: tuple[PromptPosition, ...] = ()  # of all tokens but the first; empty unless asked for
 

@@ -26,6 +26,7 @@ from .messages import (
 
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 200_000  # of one request: prompt tokens times alternatives and the token itself
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKENS = 64

@@ -135,7 +135,7 @@ class Choice:
     def _add(self, token_id: int, raw: RawLogprobs | None) -> str:
         start = self._num_chars
         shown = self._push(token_id)
-        logprobs = None if raw is None else self._name(token_id, raw)
+        logprobs = None if raw is None else self._name(token_id, raw, start)
         self._pending.append(_Pending(token_id, start, self._num_chars, logprobs))
         return shown
 
@@ -200,9 +200,9 @@ class Choice:
         )
         return Progress(delta, finished, self._num_tokens if stop_at else None)
 
-    def _name(self, token_id: int, raw: RawLogprobs) -> PositionLogprobs:
+    def _name(self, token_id: int, raw: RawLogprobs, start: int) -> PositionLogprobs:
         ids, values = unpack_ints(raw.top_ids), unpack_floats(raw.top_values)
         if len(ids) != len(values):
             raise ValueError(f"{len(ids)} alternatives with {len(values)} log-probabilities")
         top = tuple(name_token(self._vocabulary, other, value) for other, value in zip(ids, values, strict=True))
-        return PositionLogprobs(name_token(self._vocabulary, token_id, raw.chosen), top)
+        return PositionLogprobs(name_token(self._vocabulary, token_id, raw.chosen), top, start)

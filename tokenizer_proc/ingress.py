@@ -5,9 +5,18 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
+from config.schema import GenerationDefaults
 from ipc.codec import pack_floats, pack_ints
-from ipc.messages import ChatPrompt, Generate, ModelInfo, SamplingParams, SamplingSpec, Submit
-from ipc.validation import InvalidRequest
+from ipc.messages import (
+    ChatPrompt,
+    Generate,
+    ModelInfo,
+    SamplingDefaults,
+    SamplingParams,
+    SamplingSpec,
+    Submit,
+)
+from ipc.validation import MAX_PROMPT_LOGPROBS, InvalidRequest
 
 from .vocabulary import Vocabulary
 
@@ -31,6 +40,15 @@ class Limits(Struct, frozen=True):
         return min(self.model.max_model_len, self.pool_tokens)
 
 
+def sampling_defaults(model: GenerationDefaults, vocab_size: int) -> SamplingDefaults:
+    """What the model recommends, and OpenAI's defaults where it says nothing."""
+    said = {name: getattr(model, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    if model.top_k is not None:
+        said["top_k"] = min(model.top_k, vocab_size)
+    used = {name: value for name, value in said.items() if value is not None}
+    return SamplingDefaults(**used, max_tokens=model.max_new_tokens)
+
+
 def prompt_name(message: Generate) -> str:
     """The request field that the prompt came in, for error messages."""
     return "messages" if isinstance(message.prompt, ChatPrompt) else "prompt"
@@ -51,6 +69,12 @@ def output_budget(num_prompt: int, message: Generate, limits: Limits) -> int:
             "context_length_exceeded",
         )
     _check_queue(num_prompt, params.n, limits)
+    if params.prompt_logprobs is not None and num_prompt * (params.prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs (or logprobs with echo) is {params.prompt_logprobs}; of a prompt of {num_prompt} tokens "
+            f"it may be at most {MAX_PROMPT_LOGPROBS // num_prompt - 1}",
+            "prompt_logprobs",
+        )
     if params.max_tokens is None:
         budget = max(1, limits.longest - num_prompt)
         if limits.max_new_tokens is not None:

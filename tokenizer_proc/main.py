@@ -17,10 +17,10 @@ from config.schema import ChildSpec
 from ipc.channels import AsyncDealer, AsyncRouter
 from ipc.codec import Decoder
 from ipc.control import Control, Drain, Idle, Order, end_on_error
-from ipc.messages import FromScheduler, ModelInfo, SamplingDefaults, SchedulerReady, TokenizerHello, ToTokenizer
+from ipc.messages import FromScheduler, ModelInfo, SchedulerReady, TokenizerHello, ToTokenizer
 
 from .encoding import PromptEncoder
-from .ingress import Limits
+from .ingress import Limits, sampling_defaults
 from .output_format import reasoning_format, tool_format
 from .service import Service
 from .templates import TemplateError, TemplateRenderer
@@ -53,7 +53,7 @@ class Tokenizer:
             spec.arch.vocab_size,
             int(time.time()),
             self._renderer is not None,
-            _defaults(spec),
+            sampling_defaults(spec.generation, spec.arch.vocab_size),
             vocabulary.special_token_ids(),
             spec.config.server.chat_template_kwargs,
         )
@@ -155,19 +155,6 @@ class Tokenizer:
         if not self._ready:
             self._ready = True
             self._control.ready()
-
-
-def _defaults(spec: ChildSpec) -> SamplingDefaults:
-    """The model's recommendations, and OpenAI's defaults for what it says nothing about."""
-    model, openai = spec.generation, SamplingDefaults()
-    return SamplingDefaults(
-        temperature=openai.temperature if model.temperature is None else model.temperature,
-        top_p=openai.top_p if model.top_p is None else model.top_p,
-        top_k=openai.top_k if model.top_k is None else min(model.top_k, spec.arch.vocab_size),
-        min_p=openai.min_p if model.min_p is None else model.min_p,
-        repetition_penalty=openai.repetition_penalty if model.repetition_penalty is None else model.repetition_penalty,
-        max_tokens=model.max_new_tokens,
-    )
 
 
 def main(spec: ChildSpec, control: Control) -> int:

@@ -53,8 +53,20 @@ class PromptReport:
 
     def info(self) -> PromptInfo:
         """All of it."""
-        prompt = self._message.prompt
-        detokenizer = self._vocabulary.detokenizer((), skip_special_tokens=self._message.params.skip_special_tokens)
+        prompt, params = self._message.prompt, self._message.params
+        if isinstance(prompt, TextPrompt):
+            text = prompt.text
+        else:
+            text = self._vocabulary.decode(self._token_ids, skip_special_tokens=params.skip_special_tokens)
+        offsets = b"" if params.prompt_logprobs is None else self._offsets(text)
+        first = name_token(self._vocabulary, self._token_ids[0], 0.0).token
+        token_ids = pack_ints(self._token_ids)
+        return PromptInfo(self._message.request_id, token_ids, text, offsets, first, tuple(self._positions))
+
+    def _offsets(self, text: str) -> bytes:
+        """Where in `text` each token begins, or the character that it is a part of."""
+        skip = self._message.params.skip_special_tokens
+        detokenizer = self._vocabulary.detokenizer((), skip_special_tokens=skip)
         starts, pieces, length = [], [], 0
         for token_id in self._token_ids:
             starts.append(length)
@@ -63,9 +75,5 @@ class PromptReport:
             length += len(piece)
         decoded = "".join((*pieces, detokenizer.flush()))
         # Some vocabularies put a space before a text, which is not the client's.
-        text = prompt.text if isinstance(prompt, TextPrompt) else decoded
         ahead = len(decoded) - len(text) if decoded.endswith(text) else 0
-        offsets = pack_ints(min(max(0, start - ahead), len(text)) for start in starts)
-        first = name_token(self._vocabulary, self._token_ids[0], 0.0).token
-        token_ids = pack_ints(self._token_ids)
-        return PromptInfo(self._message.request_id, token_ids, text, offsets, first, tuple(self._positions))
+        return pack_ints(min(max(0, start - ahead), len(text)) for start in starts)

@@ -246,7 +246,7 @@ class FakeEngine:
                 TokenLogprob(100 + rank, f"other{rank}", f"other{rank}".encode(), float("-inf"))
                 for rank in range(request.params.logprobs)
             ]
-            logprobs = (PositionLogprobs(chosen, tuple(others)),)
+            logprobs = (PositionLogprobs(chosen, tuple(others), position * len(text)),)
         return Delta(request.request_id, choice, text, pack_ints([position]), logprobs, False, prompt_length(request))
 
     def _send(self, peer: bytes, *items: Delta | Finished | Failed | PromptInfo) -> None:

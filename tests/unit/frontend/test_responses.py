@@ -31,9 +31,9 @@ def token(text: str, logprob: float, token_id: int = 7) -> TokenLogprob:
     return TokenLogprob(token_id, text, text.encode(), logprob)
 
 
-def position(data: bytes) -> PositionLogprobs:
+def position(data: bytes, offset: int = 0) -> PositionLogprobs:
     token = TokenLogprob(7, data.decode(errors="replace"), data, -0.25)
-    return PositionLogprobs(token, (token, TokenLogprob(8, "z", b"z", float("-inf"))))
+    return PositionLogprobs(token, (token, TokenLogprob(8, "z", b"z", float("-inf"))), offset)
 
 
 def delta(index: int, text: str, *, logprobs: bool) -> Delta:
@@ -153,18 +153,6 @@ def test_the_stop_reason_is_told_where_there_is_one(kind: type[Responder], stop_
         assert "stop_reason" not in choices[1]
 
 
-def test_text_offsets_count_characters_not_bytes() -> None:
-    responder = make(CompletionResponder, 1, logprobs=True)
-    pieces = [b"a", b"\xc3", b"\xa9", "日本".encode(), b"\xf0\x9f", b"\x98\x80", b"b"]
-    text = b"".join(pieces).decode()
-    positions = tuple(position(piece) for piece in pieces)
-    batch: Batch = [(0, Delta(1, 0, text, pack_ints([7] * 7), positions)), (0, finished(0, "stop"))]
-    choice = json.loads(responder.whole([batch], USAGE))["choices"][0]
-    # Starts of a, é (both its bytes), 日, 😀 (both its halves), b within the text "aé日本😀b".
-    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 4, 4, 5]
-    assert choice["text"] == "aé日本😀b"
-
-
 def test_minus_infinity_is_a_number_in_json() -> None:
     batch: Batch = [(0, delta(0, "a", logprobs=True)), (0, finished(0, "stop"))]
     chat = json.loads(make(ChatResponder, 1, logprobs=True).whole([batch], USAGE))
@@ -182,7 +170,7 @@ def test_nothing_is_said_while_a_character_is_pending() -> None:
 
 def test_echo_with_logprobs_is_one_list_over_prompt_and_output() -> None:
     batch: Batch = [
-        (0, Delta(1, 0, "ab", pack_ints([7, 7]), (position(b"a"), position(b"b")))),
+        (0, Delta(1, 0, "ab", pack_ints([7, 7]), (position(b"a"), position(b"b", 1)))),
         (0, finished(0, "stop")),
     ]
     choice = json.loads(make(CompletionResponder, 1, logprobs=True, echo=True).whole([batch], USAGE))["choices"][0]

@@ -4,7 +4,9 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from config.schema import GenerationDefaults
 from ipc.codec import pack_floats, pack_ints, unpack_ints
 from ipc.messages import (
     Delta,
@@ -17,14 +19,16 @@ from ipc.messages import (
     PromptInfo,
     PromptScores,
     RowOutput,
+    SamplingDefaults,
     SamplingParams,
     TextPrompt,
     Tokenize,
     Tokenized,
     TokenPrompt,
 )
+from ipc.validation import MAX_PROMPT_LOGPROBS
 from tests.unit.tokenizer_proc.test_service import EOS, HELLO, MODEL, PEER, VOCABULARY, Bench, row
-from tokenizer_proc.ingress import bad_word_ids
+from tokenizer_proc.ingress import bad_word_ids, sampling_defaults
 from tokenizer_proc.prompt_report import PromptReport
 
 TEXT = "hello 🌶 a"
@@ -63,7 +67,9 @@ def test_positions_come_in_parts_and_are_told_whole() -> None:
 
 
 def test_offsets_point_into_the_text_also_within_a_character() -> None:
-    info = report().info()
+    one = report(prompt_logprobs=0)
+    one.take(scores(1, len(IDS) - 1, k=0))
+    info = one.info()
     pepper = TEXT.index("🌶")
     for token_id, offset in zip(IDS, unpack_ints(info.offsets), strict=True):
         spelled = VOCABULARY.token_bytes(token_id)
@@ -216,3 +222,38 @@ def test_what_cannot_be_tokenized_is_refused(message: Tokenize | Detokenize, par
     (failed,) = answer.items
     assert isinstance(failed, Failed)
     assert (failed.request_id, failed.status, failed.param) == (1, 400, param)
+
+
+@pytest.mark.parametrize(
+    ("params", "budget"),
+    [({}, 12), ({"max_tokens": 30}, 30), ({"min_tokens": 20}, 20), ({"max_tokens": 3}, 3)],
+)
+def test_the_models_own_limit_is_for_requests_that_do_not_say(params: dict[str, int], budget: int) -> None:
+    bench = Bench(max_new_tokens=12)
+    bench.generate(**params)
+    assert bench.submits[0].max_tokens == budget
+
+
+def test_the_models_own_limit_is_cut_to_what_fits() -> None:
+    bench = Bench(max_new_tokens=1000)
+    bench.generate(prompt=TokenPrompt(pack_ints([HELLO] * 60)))
+    assert bench.submits[0].max_tokens == MODEL.max_model_len - 60
+
+
+def test_sampling_defaults_are_the_models_and_else_openais() -> None:
+    assert sampling_defaults(GenerationDefaults(), 50) == SamplingDefaults()
+    model = GenerationDefaults(temperature=0.6, top_k=100, max_new_tokens=9)
+    assert sampling_defaults(model, 50) == SamplingDefaults(temperature=0.6, top_k=50, max_tokens=9)
+
+
+def test_more_values_than_a_message_holds_are_refused() -> None:
+    length = MAX_PROMPT_LOGPROBS // 10
+    model = structs.replace(MODEL, max_model_len=2 * length)
+    bench = Bench(model=model, pool_tokens=2 * length)
+    prompt = TokenPrompt(pack_ints([HELLO] * length))
+    bench.generate(prompt=prompt, max_tokens=1, prompt_logprobs=10)
+    failed = bench.failure()
+    assert (failed.status, failed.param) == (400, "prompt_logprobs")
+    assert "at most 9" in failed.message
+    bench.generate(2, prompt, max_tokens=1, prompt_logprobs=9)
+    assert len(bench.submits) == 1
