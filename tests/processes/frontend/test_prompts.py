@@ -184,7 +184,7 @@ def test_tokenize_and_detokenize(frontend: Frontend) -> None:
         ("/detokenize", {"tokens": [MODEL.vocab_size]}, 400, "tokens"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
         ("/detokenize", {"tokens": [2**31]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [1.5]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1.5]}, 400, "tokens[0]"),
         ("/detokenize", {"tokens": "a"}, 400, "tokens"),
         ("/detokenize", {"tokens": [1] * ((1 << 18) + 1)}, 400, "tokens"),
     ],
