@@ -19,6 +19,13 @@ _LOGPROBS = {"minimum": 0, "maximum": validation.MAX_LOGPROBS}
 _BOUNDS: dict[str, dict[str, dict[str, Any]]] = {
     "max_tokens": {"integer": _LENGTH},
     "max_completion_tokens": {"integer": _LENGTH},
+    "max_output_tokens": {"integer": _LENGTH},
+    "stop_sequences": {
+        "array": {
+            "maxItems": validation.MAX_STOP_STRINGS,
+            "items": {"type": "string", "maxLength": validation.MAX_STOP_BYTES},
+        },
+    },
     "min_tokens": {"integer": {"minimum": 0, "maximum": _INT64 - 1}},
     "temperature": {"number": {"minimum": 0, "maximum": validation.MAX_TEMPERATURE}},
     "top_p": {"number": {"exclusiveMinimum": 0, "maximum": 1}},
@@ -52,6 +59,15 @@ _BOUNDS: dict[str, dict[str, dict[str, Any]]] = {
     "stop_token_ids": {
         "array": {"maxItems": validation.MAX_STOP_TOKENS, "items": {"type": "integer", **_TOKEN_ID}},
     },
+    "allowed_token_ids": {"array": {"maxItems": (1 << 31) - 1, "items": {"type": "integer", **_TOKEN_ID}}},
+    "bad_words": {
+        "array": {
+            "maxItems": validation.MAX_BAD_WORDS,
+            "items": {"type": "string", "maxLength": validation.MAX_BAD_WORD_BYTES},
+        },
+    },
+    "prompt_logprobs": {"integer": _LOGPROBS},
+    "tokens": {"array": {"maxItems": validation.MAX_DETOKENIZE, "items": {"type": "integer", **_TOKEN_ID}}},
     "logprobs": {"integer": _LOGPROBS},
     "top_logprobs": {"integer": _LOGPROBS},
     "stop_on_loop": {"integer": {"minimum": 0, "maximum": validation.MAX_LOOP_REPEATS, "not": {"const": 1}}},

@@ -42,7 +42,7 @@ class MessageObject(Struct, kw_only=True):
     type: str = "message"
     role: str = "assistant"
     model: str
-    content: tuple[ContentBlock, ...] = ()
+    content: list[ContentBlock] = []
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessageUsage

@@ -4,11 +4,14 @@ Every optional field may be null. Fields that are not listed here are accepted a
 https://docs.anthropic.com/en/api/messages
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from ipc.validation import MAX_MESSAGES, MAX_TOOLS
+
+from ..requests import MAX_PARTS
 from ..translation import ExtraFields
 
 
@@ -29,15 +32,18 @@ class MessageBlock(Struct):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None  # of tool_result
-    content: str | list[ToolResultBlock] | None = None
+    content: str | Annotated[list[ToolResultBlock], Meta(max_length=MAX_PARTS)] | None = None
     signature: str | None = None  # of thinking; nobody here checks it
-    citations: list[Any] | None = None  # of text as Anthropic's client sends it back, of no meaning
+    citations: Any = None  # of text as Anthropic's client sends it back, of no meaning
     data: str | None = None  # of redacted_thinking, which only Anthropic can read
+
+
+Blocks = Annotated[list[MessageBlock], Meta(max_length=MAX_PARTS)]
 
 
 class MessageTurn(Struct):
     role: Literal["user", "assistant", "system"]
-    content: str | list[MessageBlock]
+    content: str | Blocks
 
 
 class MessagesTool(Struct):
@@ -56,7 +62,7 @@ class MessagesToolChoice(Struct):
 
 class ThinkingConfig(Struct):
     type: str
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
 
 
 class OutputSchema(Struct):
@@ -73,9 +79,9 @@ class CountTokensRequest(ExtraFields, kw_only=True):
     """Body of POST /v1/messages/count_tokens: what decides the prompt."""
 
     model: str
-    messages: list[MessageTurn]
-    system: str | list[MessageBlock] | None = None
-    tools: list[MessagesTool] | None = None
+    messages: Annotated[list[MessageTurn], Meta(max_length=MAX_MESSAGES)]
+    system: str | Blocks | None = None
+    tools: Annotated[list[MessagesTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None

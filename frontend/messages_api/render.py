@@ -111,7 +111,7 @@ class MessagesRenderer(PieceRenderer):
         cached = usage.prompt_tokens_details.cached_tokens
         self._message = msgspec.structs.replace(
             self._message,
-            content=tuple(self._blocks),
+            content=list(self._blocks),
             stop_reason=stop_reason,
             stop_sequence=stop_sequence,
             usage=MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cache_read_input_tokens=cached),

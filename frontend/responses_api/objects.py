@@ -5,7 +5,7 @@ https://platform.openai.com/docs/api-reference/responses/object and .../response
 
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ..piece_renderer import Event
 from .protocol import Metadata, ReasoningConfig, ResponsesToolChoice, TextConfig
@@ -15,8 +15,8 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 class OutputText(Struct, frozen=True, tag="output_text"):
     text: str
-    annotations: tuple[()] = ()
-    logprobs: tuple[()] = ()
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
 
 
 class ReasoningText(Struct, frozen=True, tag="reasoning_text"):
@@ -26,15 +26,15 @@ class ReasoningText(Struct, frozen=True, tag="reasoning_text"):
 class MessageItem(Struct, frozen=True, tag="message"):
     id: str
     status: Status
-    content: tuple[OutputText, ...] = ()
+    content: list[OutputText] = []
     role: str = "assistant"
 
 
 class ReasoningItem(Struct, frozen=True, tag="reasoning"):
     id: str
     status: Status
-    content: tuple[ReasoningText, ...] = ()
-    summary: tuple[()] = ()
+    content: list[ReasoningText] = []
+    summary: list[Any] = []
 
 
 class FunctionCallItem(Struct, frozen=True, tag="function_call"):
@@ -97,7 +97,7 @@ class Response(Struct, kw_only=True):
     max_output_tokens: int | None
     max_tool_calls: None = None
     model: str
-    output: tuple[OutputItem, ...] = ()
+    output: list[OutputItem] = []
     parallel_tool_calls: bool
     previous_response_id: None = None
     reasoning: ReasoningConfig
@@ -183,12 +183,12 @@ class PartDone(_OfPart, tag="response.content_part.done"):
 
 class TextDelta(_OfPart, tag="response.output_text.delta"):
     delta: str
-    logprobs: tuple[()] = ()
+    logprobs: list[Any] = field(default_factory=list)
 
 
 class TextDone(_OfPart, tag="response.output_text.done"):
     text: str
-    logprobs: tuple[()] = ()
+    logprobs: list[Any] = field(default_factory=list)
 
 
 class ReasoningDelta(_OfPart, tag="response.reasoning_text.delta"):

@@ -49,9 +49,9 @@ class _Open(Struct):
         text = "".join(self.texts)
         done = status != "in_progress"
         if self.kind == "message":
-            return MessageItem(self.id, status, (OutputText(text),) if done else ())
+            return MessageItem(self.id, status, [OutputText(text)] if done else [])
         if self.kind == "reasoning":
-            return ReasoningItem(self.id, status, (ReasoningText(text),) if done else ())
+            return ReasoningItem(self.id, status, [ReasoningText(text)] if done else [])
         return FunctionCallItem(self.id, status, self.call_id, self.name, text if done else "")
 
 
@@ -86,9 +86,9 @@ class Output:
         self.items.append(item)
         events: list[Event]
         match item:
-            case MessageItem(content=(part,)):
+            case MessageItem(content=[part]):
                 events = [TextDone(number(), at, item.id, 0, part.text), PartDone(number(), at, item.id, 0, part)]
-            case ReasoningItem(content=(thought,)):
+            case ReasoningItem(content=[thought]):
                 events = [
                     ReasoningDone(number(), at, item.id, 0, thought.text),
                     PartDone(number(), at, item.id, 0, thought),

@@ -9,7 +9,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from ipc.validation import MAX_MESSAGES, MAX_TOOLS
+
+from ..requests import MAX_PARTS
 from ..translation import ExtraFields
+
+MAX_INCLUDE = 16
 
 # OpenAI's bounds.
 _MetadataKey = Annotated[str, Meta(max_length=64)]
@@ -24,8 +29,11 @@ class InputPart(Struct):
     text: str | None = None
     refusal: str | None = None
     # What outputs have as well, of no meaning in an input:
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    annotations: Any = None
+    logprobs: Any = None
+
+
+Parts = Annotated[list[InputPart], Meta(max_length=MAX_PARTS)]
 
 
 class InputItem(Struct):
@@ -33,12 +41,12 @@ class InputItem(Struct):
 
     type: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[InputPart] | None = None  # of a message, or (parts only) of reasoning
-    summary: list[InputPart] | None = None  # of reasoning
+    content: str | Parts | None = None  # of a message, or (parts only) of reasoning
+    summary: Parts | None = None  # of reasoning
     call_id: str | None = None  # of function_call and function_call_output
     name: str | None = None
     arguments: str | None = None
-    output: str | list[InputPart] | None = None
+    output: str | Parts | None = None
     # What outputs have as well, of no meaning in an input:
     id: str | None = None
     status: str | None = None
@@ -61,7 +69,7 @@ class ResponsesToolChoice(Struct, omit_defaults=True):
     type: str
     name: str | None = None  # of a function
     mode: Literal["auto", "required"] | None = None  # of allowed_tools
-    tools: list[ResponsesToolName] | None = None
+    tools: Annotated[list[ResponsesToolName], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class TextFormat(Struct, omit_defaults=True):
@@ -86,13 +94,13 @@ class ResponsesRequest(ExtraFields, kw_only=True):
     """Body of POST /v1/responses."""
 
     model: str
-    input: str | list[InputItem]
+    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    tools: list[ResponsesTool] | None = None
+    tools: Annotated[list[ResponsesTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -102,7 +110,7 @@ class ResponsesRequest(ExtraFields, kw_only=True):
     store: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     user: str | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], Meta(max_length=MAX_INCLUDE)] | None = None
     top_logprobs: int | None = None
     # Refused with an explanation:
     previous_response_id: str | None = None

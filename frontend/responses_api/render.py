@@ -77,7 +77,7 @@ class ResponsesRenderer(PieceRenderer):
             status="incomplete" if cut else "completed",
             completed_at=None if cut else int(time.time()),
             incomplete_details=IncompleteDetails("max_output_tokens") if cut else None,
-            output=tuple(self._output.items),
+            output=list(self._output.items),
             usage=ResponseUsage(
                 usage.prompt_tokens,
                 InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
@@ -103,7 +103,7 @@ class ResponsesRenderer(PieceRenderer):
             self._response,
             status="failed",
             error=ResponseError(_ERROR_CODES.get(error.status, "server_error"), body.message),
-            output=tuple(self._output.items),
+            output=list(self._output.items),
         )
         return encode_events([*events, Failed(self._number(), failed)])
 

@@ -54,7 +54,7 @@ def make(n: int = 1, *, logprobs: bool = False, token_ids: bool = False) -> Pars
     )
     responder = chat_responder(job, "fp")
     assert isinstance(responder, ParsedChatResponder)
-    responder.prompt_of = lambda index: PromptInfo(1, pack_ints([1]), "p", pack_ints([0]))
+    responder.prompt_of = lambda index: PromptInfo(1, pack_ints([1]), "p", pack_ints([0]), "p")
     return responder
 
 
