@@ -31,6 +31,7 @@ class EventStream:
         self._request = request
         self._preparing = asyncio.Lock()  # its handler and `KeepAlive` may both be the first to send
         self._prepared = False
+        self._direct = False
         self.response = web.StreamResponse(headers=_HEADERS)
         self.begun = False  # True: it is too late for another status
         self.last_write = time.monotonic()
@@ -40,6 +41,18 @@ class EventStream:
         transport = self._request.transport
         if transport is None:
             raise ClientGone
+        if self._direct and not transport.is_closing():
+            # The chunked coding of RFC 9112, section 7.1, without aiohttp's bookkeeping for each token.
+            transport.write(b"%x\r\n%b\r\n" % (len(events), events))
+        else:
+            await self._send(transport, events)
+        self.last_write = time.monotonic()
+        if transport.get_write_buffer_size() > MAX_UNSENT:
+            log.info("request %s: cut off, its client does not read", self._request["id"])
+            transport.abort()
+            raise ClientGone
+
+    async def _send(self, transport: asyncio.WriteTransport, events: bytes) -> None:
         self.begun = True
         try:
             if not self._prepared:
@@ -47,11 +60,8 @@ class EventStream:
             await self.response.write(events)
         except ConnectionError:
             raise ClientGone from None
-        self.last_write = time.monotonic()
-        if transport.get_write_buffer_size() > MAX_UNSENT:
-            log.info("request %s: cut off, its client does not read", self._request["id"])
-            transport.abort()
-            raise ClientGone
+        # From now on, since aiohttp has sent the headers with these events; not for HTTP/1.0.
+        self._direct = self.response.headers.get("Transfer-Encoding") == "chunked"
 
     async def _prepare(self, transport: asyncio.WriteTransport) -> None:
         async with self._preparing:

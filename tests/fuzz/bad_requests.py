@@ -6,6 +6,9 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+_CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+_SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "pattern": "^[A-Z]"}}, "required": ["city"]}
+
 GOOD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"model": "smol", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
     (
@@ -45,6 +48,37 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("/v1/completions", {"model": "smol", "prompt": ["Once", "upon"], "max_tokens": 2, "priority": 1}),
+    (
+        "/v1/chat/completions",
+        {
+            "model": "smol",
+            "messages": [
+                {"role": "user", "content": "Weather?"},
+                {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+                {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "weather", "parameters": _SCHEMA}}],
+            "tool_choice": "auto",
+            "max_tokens": 2,
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "model": "smol",
+            "messages": [{"role": "user", "content": "Hi"}],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA, "strict": True}},
+            "max_tokens": 2,
+        },
+    ),
+    ("/v1/embeddings", {"model": "smol", "input": ["a", "b"], "encoding_format": "base64"}),
+    ("/v1/responses", {"model": "smol", "input": [{"role": "user", "content": "Hi"}], "max_output_tokens": 16}),
+    (
+        "/v1/messages",
+        {"model": "smol", "system": "Be brief", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+    ),
+    ("/tokenize", {"model": "smol", "prompt": "Once upon"}),
+    ("/detokenize", {"model": "smol", "tokens": [1, 2, 3]}),
 ]
 
 VALUES: list[Any] = [
@@ -65,7 +99,9 @@ VALUES: list[Any] = [
     "x" * 5000,
     "\x00",
     "\ud83d",
+    '{"city": "\\ud83d"}',
     "\U0001f600" * 300,
+    "(a|a)*" * 20,
     [],
     [[]],
     [None],
