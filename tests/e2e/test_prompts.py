@@ -25,7 +25,7 @@ def scored(prompt: Any, **fields: Any) -> dict[str, Any]:
     return {"model": "smol", "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, **fields}
 
 
-def values(answer: Answer) -> list[float | None]:
+def values(answer: Answer) -> list[float]:
     """Log-probabilities of the prompt's own tokens, from vLLM's form."""
     assert answer.status == 200, answer.body
     listed = answer.body["choices"][0]["prompt_logprobs"]
@@ -238,6 +238,20 @@ def test_b034_penalties_do_not_depend_on_the_batch(server: Server) -> None:
 
 def test_the_start_says_what_requests_get_that_do_not_say(server: Server) -> None:
     assert "sampling defaults: OpenAI's" in server.stderr
+
+
+@pytest.mark.slow
+def test_ranks_together_give_the_values_of_one(model_path: Path, server: Server) -> None:
+    """Each rank has a third of the vocabulary; a prompt longer than a chunk, and than the rows computed at once."""
+    body = scored(A, prompt_logprobs=3)
+    (alone,) = post_all(server.url + COMPLETIONS, [body])
+    with Server(model_path, *SMALL, "--tp", "3") as three:
+        (together, again) = post_all(three.url + COMPLETIONS, [body, body])
+    assert values(together) == values(again)
+    assert len(values(together)) == len(values(alone)) > 200
+    differences = [abs(one - other) for one, other in zip(values(alone), values(together), strict=True)]
+    assert max(differences) < 1.0
+    assert mean(differences) < 0.1
 
 
 @pytest.mark.slow

@@ -110,6 +110,13 @@ def test_b027_values_out_of_range_are_refused_by_name(frontend: Frontend, field:
         assert (answer.error()["param"] or "").startswith(field)
 
 
+@pytest.mark.parametrize("stop", ["", [""], ["a", ""]])
+def test_b006_empty_stop_strings_are_refused_by_name(frontend: Frontend, stop: Any) -> None:
+    for path, prompt in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user", "content": "a"}]})):
+        answer = frontend.request("POST", path, {"model": "tiny", **prompt, "stop": stop})
+        assert (answer.status, answer.error()["param"]) == (400, "stop")
+
+
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_b029_numbers_that_are_none_are_refused(frontend: Frontend, field: str, literal: str) -> None:

@@ -105,6 +105,7 @@ def events(data: bytes) -> list[dict[str, Any]]:
 @given(data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_streamed_equals_whole(kind: type[Responder], logprobs: bool, data: st.DataObject) -> None:
+    """B018: also the alternatives of each of several tokens in one chunk."""
     n, batches = data.draw(outputs(logprobs))
     chat = kind is ChatResponder
     echo = not chat
