@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -339,3 +340,14 @@ def test_a_client_that_reads_slowly_is_waited_for(impatient: Frontend) -> None:
             if time.monotonic() - began < 2 * SECONDS:
                 time.sleep(0.05)
     assert received.count(b"x") > GUSH
+
+
+def test_anthropics_client_sends_its_key_its_own_way(closed: Frontend) -> None:
+    ask: Any = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
+    url = f"http://127.0.0.1:{closed.port}"
+    with anthropic.Anthropic(base_url=url, api_key=next(iter(KEYS.values())), max_retries=0) as client:
+        assert client.messages.create(**ask).stop_reason == "max_tokens"
+    with anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0) as client:
+        with pytest.raises(anthropic.AuthenticationError) as caught:
+            client.messages.create(**ask)
+        assert caught.value.type == "authentication_error"
