@@ -140,5 +140,5 @@ def _object(arguments: str) -> dict[str, object]:
     """A call's arguments; empty where the output was cut inside them."""
     try:
         return msgspec.json.decode(arguments, type=dict[str, object])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return {}
