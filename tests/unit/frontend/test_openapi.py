@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
@@ -69,8 +70,6 @@ def test_every_number_and_list_of_a_request_has_its_bound(name: str, schema: dic
 
 @pytest.mark.parametrize("route", BODIES, ids=lambda route: route.path)
 def test_examples_fit_the_type(route: Any) -> None:
-    import msgspec
-
     content = DOCUMENT["paths"][route.path]["post"]["requestBody"]["content"]["application/json"]
     assert content["example"]["model"] == "tiny"
     msgspec.convert(content["example"], route.body)
