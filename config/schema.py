@@ -126,6 +126,9 @@ class TokenizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     template_timeout: Annotated[
         float, Meta(description="seconds a chat template may take to render before it is killed", ge=0.05, le=60)
     ] = 2.0
+    grammar_timeout: Annotated[
+        float, Meta(description="seconds a request's grammar may take to compile before it is refused", ge=0.05, le=60)
+    ] = 2.0
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

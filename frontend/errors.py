@@ -51,6 +51,14 @@ class ApiError(Exception):
     def of_invalid(cls, error: InvalidRequest) -> "ApiError":
         return cls(400, error.message, param=error.param, code=error.code)
 
+    def renamed(self, names: Mapping[str, str]) -> "ApiError":
+        """The same with the engine's name of a parameter replaced by the one that the client knows it by."""
+        param = self.body.param
+        if param is not None and param in names:
+            self.body.param = names[param]
+            self.body.message = self.body.message.replace(param, names[param], 1)
+        return self
+
     def encode(self) -> bytes:
         return msgspec.json.encode(ErrorResponse(self.body))
 

@@ -24,6 +24,7 @@ class Generation:
         self._started = time.monotonic()
         self._last: dict[int, float] = {}  # when each choice last got tokens, from its first visible one on
         self._choices = job.params.n
+        self._renamed = job.renamed
         self._ends: dict[int, Finished] = {}
         self._tasks: list[asyncio.Task[None]] = []
         options: RequestOptions = {
@@ -44,7 +45,7 @@ class Generation:
                 async for batch in self._merged():
                     yield self._note(batch)
         except RequestFailed as error:
-            raise ApiError.of_failed(error.failed) from None
+            raise ApiError.of_failed(error.failed).renamed(self._renamed) from None
         self._metrics.request_latency.observe(time.monotonic() - self._started)
 
     async def _merged(self) -> AsyncIterator[Batch]:

@@ -71,8 +71,29 @@ class NamedTool(Struct):
     function: NamedFunction | None = None
 
 
+JsonSchema = dict[str, Any] | bool
+
+
+class JsonSchemaFormat(Struct):
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None  # false is treated like true: a weaker promise would help nobody
+    schema: JsonSchema | None = None
+
+
 class ResponseFormat(Struct):
     type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """vLLM's; exactly one is to be given."""
+
+    json: JsonSchema | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # Lark or GBNF
 
 
 BiasKey = Annotated[str, Meta(max_length=MAX_DIGITS + 1)]
@@ -117,7 +138,13 @@ class SamplingFields(Struct, kw_only=True):
     # Refused with an explanation:
     best_of: int | None = None
     early_stopping: bool | str | None = None
+    # What the output must match; `frontend.grammars` reads them. The guided ones are vLLM's older names.
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):

@@ -13,6 +13,7 @@ from ipc.validation import InvalidRequest, check_characters, validate_options, v
 
 from . import protocol
 from .errors import ApiError
+from .grammars import grammar_of
 from .parsers import OutputFormat
 from .tools import tool_request
 
@@ -38,6 +39,7 @@ class Job(Struct, frozen=True):
     options: RequestOptions = {}  # of those, what a body can say
     cache_salt: str = ""
     prompt_logprobs: int | None = None  # that the answer lists; `params` may ask for more, for the echo's
+    renamed: dict[str, str] = {}  # parameters of the engine that came in under another name
     output_format: OutputFormat = OutputFormat()
 
 
@@ -121,8 +123,6 @@ def _refuse_unsupported(body: protocol.SamplingFields) -> None:
         raise ApiError(400, "best_of is not supported: ask for n choices and pick one", param="best_of")
     if body.early_stopping is not None:
         raise ApiError(400, "early_stopping belongs to beam search, which is not supported", param="early_stopping")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise _not_yet("response_format")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
 
@@ -211,6 +211,8 @@ def _job(
     echo: bool = False,
 ) -> Job:
     stop, defaults = body.stop, model.defaults
+    grammar, grammar_name = grammar_of(body)
+    renamed = {**renamed, "grammar": grammar_name}
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=_given(body.min_tokens, 0),
@@ -234,6 +236,7 @@ def _job(
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         bad_words=tuple(body.bad_words or ()),
         prompt_logprobs=_scored(body.prompt_logprobs, logprobs if echo else None, echo and max_tokens == 0),
+        grammar=grammar,
     )
     options: RequestOptions = {
         "priority": _given(body.priority, 0),
@@ -250,11 +253,7 @@ def _job(
         for prompt in prompts:
             validate_prompt(prompt, params, model)
     except InvalidRequest as error:
-        if error.param not in renamed:
-            raise ApiError.of_invalid(error) from None
-        name = renamed[error.param]
-        message = error.message.replace(error.param, name, 1)
-        raise ApiError(400, message, param=name, code=error.code) from None
+        raise ApiError.of_invalid(error).renamed(renamed) from None
     return Job(
         prompts,
         params,
@@ -266,4 +265,5 @@ def _job(
         options,
         cache_salt,
         body.prompt_logprobs,
+        renamed,
     )

@@ -31,12 +31,12 @@ class ToolRequest(Struct, frozen=True):
         """The same job with these tools."""
         if self.grammar is not None and job.params.grammar is not None:
             raise ApiError(400, "tool_choice demands a call, which excludes any other format", param="tool_choice")
-        params = msgspec.structs.replace(
-            job.params,
-            grammar=self.grammar or job.params.grammar,
-            shown_special_tokens=self.shown_special_tokens,
-        )
-        return msgspec.structs.replace(job, params=params, output_format=self.output_format)
+        params = msgspec.structs.replace(job.params, shown_special_tokens=self.shown_special_tokens)
+        job = msgspec.structs.replace(job, params=params, output_format=self.output_format)
+        if self.grammar is None:
+            return job
+        params = msgspec.structs.replace(params, grammar=self.grammar)
+        return msgspec.structs.replace(job, params=params, renamed={**job.renamed, "grammar": "tools"})
 
 
 def tool_request(body: protocol.ChatRequest, model: ModelInfo) -> ToolRequest:

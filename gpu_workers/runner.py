@@ -7,7 +7,7 @@ their thread (`block_copier`), anything about a model or a device (`models`, `ba
 """
 
 import time
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,11 +17,12 @@ from config.schema import ModelArch
 from gpu_workers.backend import Backend
 from gpu_workers.block_copier import BlockCopier
 from gpu_workers.comm import Comm
+from gpu_workers.grammars import Grammars
 from gpu_workers.prompt_scores import PromptScorer
 from gpu_workers.rows import Ints, PlanError, Rows
 from gpu_workers.sampler_state import SamplerState
 from gpu_workers.sampling import argmax, sample
-from ipc.messages import RawLogprobs, StepPlan, StepResult
+from ipc.messages import RawLogprobs, RowFailure, StepPlan, StepResult
 
 
 class Model(Protocol):
@@ -43,12 +44,21 @@ class Model(Protocol):
         """[R, vocab] float32 logits of other flat tokens of the batch that was run last, good until the next call."""
 
 
+class _Sampled(NamedTuple):
+    """What came of S sampling rows."""
+
+    token_ids: NDArray[np.int64]  # [S]
+    logprobs: tuple[RawLogprobs | None, ...] = ()  # S, or none
+    completed: tuple[int, ...] = ()
+    failed: tuple[RowFailure, ...] = ()
+
+
 class Runner:
     """Carries out plans on one rank, with the state of up to `max_seqs` requests.
 
     `kv` is what the model allocated for `num_blocks` blocks of `block_size` positions, `host_kv` what its backend
     allocated for `num_host_blocks` of them in host memory. All ranks are given the same plans; with several, rank 0
-    samples and tells the others.
+    samples and tells the others. `grammars` is for the rank that samples; without it, rows are free.
     """
 
     def __init__(
@@ -62,6 +72,7 @@ class Runner:
         comm: Comm,
         host_kv: Any = None,
         num_host_blocks: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -70,6 +81,7 @@ class Runner:
         self._rows = Rows(max_seqs, max_model_len, num_blocks, block_size, model.arch.vocab_size)
         self._sampler = SamplerState(max_seqs, model.arch.vocab_size)
         self._scorer = PromptScorer(self._rows)
+        self._grammars = grammars
         self._copier = BlockCopier(model.backend, kv, num_blocks, host_kv, num_host_blocks)
         self._last_step: int | None = None
         self._ended = time.perf_counter_ns()
@@ -94,25 +106,31 @@ class Runner:
         freed = self._rows.update(plan).tolist()
         self._sampler.free(freed)
         self._scorer.free(freed)
+        if self._grammars is not None:
+            self._grammars.free(freed)
         for new in plan.new_rows:
             self._sampler.add(new)
             self._scorer.add(new)
+            if self._grammars is not None:
+                self._grammars.add(new)
         prepared = self._model.backend.prepare(self._rows, plan.scheduled)
         if prepared is None:
             return StepResult(step=plan.step, token_ids=b"") if self._comm.rank == 0 else None
 
         sampling_rows = prepared.sampling_rows
         prepare_done = time.perf_counter_ns()
-        logprobs: tuple[RawLogprobs | None, ...] = ()
+        if self._grammars is not None:
+            self._grammars.begin(sampling_rows)
         # Where all are greedy, the model need not keep the logits.
         if self._comm.size == 1 and self._sampler.all_plain(sampling_rows):
-            token_ids = self._model.best_ids(prepared.batch, self._kv)
+            sampled = _Sampled(self._model.best_ids(prepared.batch, self._kv))
             forward_done = time.perf_counter_ns()
         else:
             with torch.inference_mode():
                 logits = self._model.forward(prepared.batch, self._kv)
                 forward_done = time.perf_counter_ns()
-                token_ids, logprobs = self._sample(logits, sampling_rows)
+                sampled = self._sample(logits, sampling_rows)
+        token_ids = sampled.token_ids
         self._rows.append(sampling_rows, token_ids)
         self._sampler.record(sampling_rows, token_ids)
         sample_done = time.perf_counter_ns()
@@ -122,7 +140,9 @@ class Runner:
         return StepResult(
             step=plan.step,
             token_ids=token_ids.astype("<i4").tobytes(),
-            logprobs=logprobs,
+            logprobs=sampled.logprobs,
+            completed=sampled.completed,
+            failed=sampled.failed,
             between_us=(started - self._ended) // 1000,
             prepare_us=(prepare_done - started) // 1000,
             forward_us=(forward_done - prepare_done) // 1000,
@@ -131,17 +151,23 @@ class Runner:
             score_us=(time.perf_counter_ns() - sample_done) // 1000,
         )
 
-    def _sample(self, logits: torch.Tensor, rows: Ints) -> tuple[NDArray[np.int64], tuple[RawLogprobs | None, ...]]:
-        token_ids = np.zeros(len(rows), dtype=np.int64)
-        logprobs: tuple[RawLogprobs | None, ...] = ()
+    def _sample(self, logits: torch.Tensor, rows: Ints) -> _Sampled:
         if not len(rows):
-            return token_ids, logprobs
-        if self._comm.rank == 0:
-            if self._sampler.all_plain(rows):
-                token_ids = argmax(logits)
-            else:
-                output_index = self._rows.num_tokens[rows] - self._rows.num_prompt[rows]
-                token_ids, logprobs = sample(logits, self._sampler.batch(rows, output_index))
+            return _Sampled(np.zeros(0, dtype=np.int64))
+        sampled = self._sample_here(logits, rows) if self._comm.rank == 0 else _Sampled(np.zeros(len(rows), np.int64))
         if self._comm.size > 1:
-            token_ids = self._comm.broadcast(torch.from_numpy(token_ids).to(self._device)).cpu().numpy()
-        return token_ids, logprobs
+            token_ids = self._comm.broadcast(torch.from_numpy(sampled.token_ids).to(self._device)).cpu().numpy()
+            sampled = sampled._replace(token_ids=token_ids)
+        return sampled
+
+    def _sample_here(self, logits: torch.Tensor, rows: Ints) -> _Sampled:
+        if self._sampler.all_plain(rows):
+            return _Sampled(argmax(logits))
+        output_index = self._rows.num_tokens[rows] - self._rows.num_prompt[rows]
+        batch = self._sampler.batch(rows, output_index)
+        if self._grammars is None:
+            return _Sampled(*sample(logits, batch))
+        token_ids, logprobs = sample(logits, batch, self._grammars.mask())
+        completed, failed = self._grammars.take(rows, token_ids)
+        # A row that can't go on keeps running in vain until the scheduler knows.
+        return _Sampled(np.maximum(token_ids, 0), logprobs, completed, failed)

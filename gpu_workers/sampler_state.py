@@ -144,7 +144,10 @@ class SamplerState:
         if spec.repetition_penalty != 1 or spec.presence_penalty != 0 or spec.frequency_penalty != 0:
             self._seen[row] = SeenTokens(int32_columns(new.token_ids, 1, "token_ids")[:, 0], new.num_prompt)
         self._plain[row] = (
-            spec.temperature < GREEDY_BELOW and spec.logprobs < 0 and not any(row in kept for kept in self._kept)
+            spec.temperature < GREEDY_BELOW
+            and spec.logprobs < 0
+            and not spec.grammar
+            and not any(row in kept for kept in self._kept)
         )
 
     def _ids(self, row: int, data: bytes, name: str) -> NDArray[np.int64]:

@@ -2,13 +2,14 @@
 
 The order of operations, which clients can see in the results: logit bias; ids that are not allowed, are banned before
 `min_tokens`, or would complete a bad word; the repetition, then frequency and presence penalties; (log-probabilities
-are reported of what stands here;) temperature; top-k; top-p; min-p; one draw by inverse CDF in vocabulary order.
+are reported of what stands here;) the grammar's mask; temperature; top-k; top-p; min-p; one draw by inverse CDF in
+vocabulary order.
 
 Each operation treats every row by itself and in the same way whatever the other rows are, so a row's token has the same
 bits alone and in a batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,6 +69,14 @@ class SamplingBatch:
     penalties: Penalties | None = None
 
 
+@dataclass(slots=True, frozen=True)
+class TokenMask:
+    """The tokens that grammars rule out in R of the sampling rows."""
+
+    rows: NDArray[np.int64]  # [R], ascending
+    forbidden: NDArray[np.bool_]  # [R, V]
+
+
 def argmax(logits: torch.Tensor) -> NDArray[np.int64]:
     """The best id of each row of [S, V] float32, the lowest one of equals. Raises FloatingPointError on NaN."""
     if logits.device.type == "cpu":
@@ -82,12 +91,17 @@ def argmax(logits: torch.Tensor) -> NDArray[np.int64]:
     return ids
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[NDArray[np.int64], tuple[RawLogprobs | None, ...]]:
+def sample(
+    logits: torch.Tensor, batch: SamplingBatch, mask: TokenMask | None = None
+) -> tuple[NDArray[np.int64], tuple[RawLogprobs | None, ...]]:
     """Token ids [S] and log-probabilities (empty, or S entries) from logits [S, V] float32, which are overwritten.
 
-    Raises FloatingPointError when the logits contain NaN.
+    The id is -1 in rows of the mask in which no token is left. Raises FloatingPointError when the logits contain NaN.
     """
     edit_logits(logits, batch)
+    asked = np.flatnonzero(batch.logprobs >= 0)
+    table = torch.log_softmax(_select(logits, asked), dim=-1).cpu().numpy() if len(asked) else None
+    impossible = _apply_mask(logits, mask) if mask is not None else ()
     drawn = batch.temperature >= GREEDY_BELOW
     if not drawn.any():
         token_ids = argmax(logits)
@@ -102,7 +116,26 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[NDArray[np.int64
             rows = random[start : start + at_once]
             weights = filtered_probabilities(logits, batch, rows)
             token_ids[rows] = _draw(weights, uniform(batch.seeds[rows], batch.output_index[rows]))
-    return token_ids, _logprobs(logits, batch.logprobs, token_ids)
+    logprobs = () if table is None else _logprobs(table, asked, batch.logprobs, token_ids)
+    token_ids[list(impossible)] = -1
+    return token_ids, logprobs
+
+
+def _apply_mask(logits: torch.Tensor, mask: TokenMask) -> Sequence[int]:
+    """Make what the mask forbids impossible, in place; the rows in which nothing is left, whose logits become 0."""
+    rows = mask.rows.tolist()
+    if logits.device.type == "cpu":
+        array = logits.numpy()
+        for row, forbidden in zip(rows, mask.forbidden, strict=True):
+            np.copyto(array[row], -np.inf, where=forbidden)
+        impossible = [row for row in rows if array[row].max() == -np.inf]
+    else:
+        where = torch.from_numpy(mask.rows).to(logits.device)
+        masked = logits[where].masked_fill_(torch.from_numpy(mask.forbidden).to(logits.device), -torch.inf)
+        logits[where] = masked
+        impossible = mask.rows[(masked.amax(dim=-1) == -torch.inf).cpu().numpy()].tolist()
+    logits[impossible] = 0.0
+    return impossible
 
 
 def edit_logits(logits: torch.Tensor, batch: SamplingBatch) -> None:
@@ -240,13 +273,10 @@ def _draw(weights: torch.Tensor, uniforms: NDArray[np.float64]) -> NDArray[np.in
 
 
 def _logprobs(
-    logits: torch.Tensor, wanted: NDArray[np.int64], token_ids: NDArray[np.int64]
+    table: FloatArray, asked: IntArray, wanted: NDArray[np.int64], token_ids: NDArray[np.int64]
 ) -> tuple[RawLogprobs | None, ...]:
-    asked = np.flatnonzero(wanted >= 0)
-    if not len(asked):
-        return ()
+    """Of each of the `asked` rows, whose log-probabilities are those of `table`."""
     found: list[RawLogprobs | None] = [None] * len(wanted)
-    table = torch.log_softmax(_select(logits, asked), dim=-1).cpu().numpy()
     for i, values in zip(asked, table, strict=True):
         best = best_ids(values, int(wanted[i]))
         found[i] = RawLogprobs(

@@ -5,9 +5,11 @@ import gc
 import threading
 from contextlib import suppress
 
+from config.grammar import token_table_path
 from config.schema import ChildSpec
 from gpu_workers.backends import make_backend
 from gpu_workers.comm import make_comm
+from gpu_workers.grammars import Grammars
 from gpu_workers.runner import Runner
 from gpu_workers.sampler_state import GREEDY
 from gpu_workers.step_loop import run_plans
@@ -63,6 +65,9 @@ class Worker:
             self._comm,
             self._host_kv,
             self._spec.num_host_blocks,
+            Grammars(token_table_path(self._spec.run_dir), self._spec.arch.vocab_size)
+            if self._spec.index == 0
+            else None,
         )
 
     def _warm_up(self) -> None:

@@ -290,6 +290,7 @@ class SamplingSpec(Message, frozen=True):
     prompt_logprobs: int = -1  # likewise, of each prompt token but the first
     allowed_ids: bytes = b""  # int32: nothing else may be sampled; empty: no such limit
     bad_words: tuple[bytes, ...] = ()  # int32 each: its last id is impossible where the output ends with those before
+    grammar: str = ""  # for llguidance's LLMatcher; empty: none
 
 
 class Submit(Message, frozen=True):
@@ -423,6 +424,13 @@ class WorkerReady(Message, frozen=True):
     num_host_blocks: int = 0
 
 
+class RowFailure(Message, frozen=True):
+    """A sampling row whose request can't go on, and none of its tokens counts; `message` is for the client."""
+
+    index: int  # among the sampling rows of the plan
+    message: str
+
+
 class StepResult(Message, frozen=True):
     """Sampled tokens of one step, in the order of the sampling rows of its plan; only rank 0 sends it.
 
@@ -439,6 +447,8 @@ class StepResult(Message, frozen=True):
     between_us: int = 0
     prompt_scores: tuple[PromptScores, ...] = ()  # of the scheduled rows that want them, in order
     score_us: int = 0  # spent on those
+    completed: tuple[int, ...] = ()  # indices of rows whose output is now all that their grammar allows
+    failed: tuple[RowFailure, ...] = ()
 
 
 class StepFailed(Message, frozen=True):

@@ -8,6 +8,7 @@ the tokenizer process checks that.
 import math
 import re
 from collections.abc import Iterable
+from typing import Any, get_args
 
 import msgspec
 
@@ -17,6 +18,8 @@ from .messages import (
     ChatPrompt,
     Detokenize,
     Generate,
+    Grammar,
+    GrammarKind,
     ModelInfo,
     SamplingParams,
     TextPrompt,
@@ -43,6 +46,9 @@ MAX_PRIORITY = 1_000_000
 MIN_TTFT_TARGET_MS = 1.0
 MAX_TTFT_TARGET_MS = 3_600_000.0
 MAX_PIN_SECONDS = 3600.0
+MAX_GRAMMAR_BYTES = 128 << 10
+MAX_GRAMMAR_DEPTH = 64  # of nested arrays and objects in a JSON schema
+MAX_GRAMMAR_CHOICES = 1024
 MAX_TOKENIZE_BYTES = 1 << 20
 MAX_DETOKENIZE = 1 << 18  # token ids
 MAX_NAME = 128  # characters of a namespace, a tenant, an external id or a message's name
@@ -116,6 +122,8 @@ def validate_params(params: SamplingParams, model: ModelInfo) -> None:
     _check_stops(params, model)
     _check_bias(params, model)
     _check_words(params, model)
+    if params.grammar is not None:
+        _check_grammar(params.grammar)
 
 
 def validate_options(
@@ -287,6 +295,53 @@ def _check_words(params: SamplingParams, model: ModelInfo) -> None:
             raise InvalidRequest(
                 f"each of bad_words must have 1 to {MAX_BAD_WORD_BYTES} bytes, not only spaces", "bad_words"
             )
+
+
+def _check_grammar(grammar: Grammar) -> None:
+    """Its size and, where the source is JSON, its form; whether it can be compiled turns out in the tokenizer."""
+    if not isinstance(grammar, Grammar) or grammar.kind not in get_args(GrammarKind):
+        raise InvalidRequest(f"grammar: its kind must be one of {', '.join(get_args(GrammarKind))}", "grammar")
+    size = _check_text("grammar", grammar.source)
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"grammar: it may have at most {MAX_GRAMMAR_BYTES} bytes, not {size}", "grammar")
+    if grammar.kind == "json_schema":
+        _check_schema(grammar.source)
+    elif grammar.kind == "choice":
+        _check_choices(grammar.source)
+    elif (grammar.kind == "json_object") != (not grammar.source):
+        raise InvalidRequest("grammar: it must not be empty, except for json_object", "grammar")
+
+
+def _check_schema(source: str) -> None:
+    try:
+        schema = msgspec.json.decode(source)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"grammar: the schema is not valid JSON: {error}", "grammar") from None
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest("grammar: a JSON schema must be an object or a boolean", "grammar")
+    level: list[Any] = [schema]
+    for _ in range(MAX_GRAMMAR_DEPTH):
+        level = [
+            value
+            for node in level
+            if isinstance(node, dict | list)
+            for value in (node.values() if isinstance(node, dict) else node)
+        ]
+    if any(isinstance(node, dict | list) for node in level):
+        raise InvalidRequest(f"grammar: the schema nests deeper than {MAX_GRAMMAR_DEPTH} levels", "grammar")
+
+
+def _check_choices(source: str) -> None:
+    try:
+        choices = msgspec.json.decode(source, type=list[str])
+    except (msgspec.DecodeError, RecursionError):
+        raise InvalidRequest("grammar: the choices must be a list of strings", "grammar") from None
+    if not 1 <= len(choices) <= MAX_GRAMMAR_CHOICES:
+        raise InvalidRequest(
+            f"grammar: there must be 1 to {MAX_GRAMMAR_CHOICES} choices, not {len(choices)}", "grammar"
+        )
+    if not all(choices):
+        raise InvalidRequest("grammar: a choice must not be empty", "grammar")
 
 
 def _check_token_prompt(prompt: TokenPrompt, params: SamplingParams, model: ModelInfo) -> None:

@@ -311,6 +311,8 @@ class SchedulerCore:
             self.cost_model.observe(step.shape, busy / 1e6)
         self.counters.device_busy_us += busy + result.score_us
         self.counters.computed_tokens += len(step.decodes) + step.prefill_tokens
+        completed = frozenset(result.completed)
+        failed = {failure.index: failure.message for failure in result.failed}
         for request, _ in step.prefills:
             request.last_progress = time
         if result.prompt_scores:
@@ -321,6 +323,9 @@ class SchedulerCore:
             index += 1
             if request.row < 0 or number < request.first_valid_step:
                 continue  # it has ended or lost its blocks since
+            if index in failed:
+                self._fail(request, failed[index], outboxes)
+                continue
             taken += 1
             tokens = request.tokens
             tokens.append(token)
@@ -332,9 +337,11 @@ class SchedulerCore:
                 or (token in request.stop_token_ids if ended is None else index in ended)
                 or request.loop_detector is not None
                 or result.logprobs
+                or index in completed
             ):
                 logprobs = result.logprobs[index] if result.logprobs else None
-                box.rows.append(self._take_special(request, token, logprobs, time, ended, index))
+                whole = index in completed
+                box.rows.append(self._take_special(request, token, logprobs, time, ended, index, whole))
             else:
                 box.plain_ids.append(request.request_id)
                 box.plain_tokens.append(token)
@@ -367,8 +374,12 @@ class SchedulerCore:
         time: float,
         ended: tuple[int, ...] | None,
         index: int,
+        whole: bool,
     ) -> RowOutput:
-        """The output of a token that may be the last one, or has more to say than its id."""
+        """The output of a token that may be the last one, or has more to say than its id.
+
+        `whole`: it completes what the request's grammar describes.
+        """
         finish: FinishReason | None = None
         stop_token = None
         loop = request.loop_detector is not None and request.loop_detector.take(token)
@@ -378,9 +389,9 @@ class SchedulerCore:
                 finish = "stop"
         elif token in request.stop_token_ids and may_stop:
             finish, stop_token = "stop", token
-        elif loop and may_stop:
+        elif whole or (loop and may_stop):
             finish = "stop"
-        loop = finish is not None and stop_token is None and ended is None
+        loop = finish is not None and stop_token is None and ended is None and not whole
         if finish is None and len(request.tokens) > request.last:
             finish = "length"
         if finish is not None:
@@ -391,6 +402,12 @@ class SchedulerCore:
         entries = () if logprobs is None else (logprobs,)
         cached = max(0, request.cached_tokens)
         return RowOutput(request.request_id, pack_ints((token,)), finish, stop_token, cached, entries, loop)
+
+    def _fail(self, request: Request, message: str, outboxes: dict[bytes, _Outbox]) -> None:
+        """End a request that its own parameters have led to where no token is possible."""
+        failed = Failed(request.request_id, 400, message, "invalid_request_error", "grammar", "grammar_failed")
+        outboxes.setdefault(request.peer, _Outbox()).rows.append(failed)
+        self._end(request)
 
     # --- for people ---
 

@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from config.schema import SchedulerConfig
 from ipc.codec import unpack_int64s, unpack_ints
-from ipc.messages import Failed, PromptScores, RowOutput, SamplingSpec, StepOutputs, StepPlan, StepResult
+from ipc.messages import Failed, PromptScores, RowFailure, RowOutput, SamplingSpec, StepOutputs, StepPlan, StepResult
 from scheduler_proc.events import (
     Aborted,
     Arrived,
@@ -319,6 +319,7 @@ class Recorder:
                 for scores in result.prompt_scores
             ),
             score_us=result.score_us,
+            failed=tuple(RowFailure(failure.index, "") for failure in result.failed),
         )
         return StepDone(event.time, hidden, tuple(ended))
 

@@ -126,8 +126,10 @@ def submits(
     message: Generate,
     limits: Limits,
     bad_words: tuple[bytes, ...] = (),
+    grammar: str = "",
 ) -> Iterator[Submit]:
-    """One `Submit` for each choice, in order of index, under `request_ids`; `bad_words` as `bad_word_ids` gives them.
+    """One `Submit` for each choice, in order of index, under `request_ids`; `bad_words` as `bad_word_ids` gives them,
+    `grammar` the compiled one.
 
     Log-probabilities of the prompt are asked of the first choice only: the others share its prompt.
 
@@ -139,7 +141,9 @@ def submits(
         # Tokenizers of fine-tuned models sometimes know special tokens that the embedding has no row for.
         name = prompt_name(message)
         raise InvalidRequest(f"{name}: it holds a special token that the model has no embedding for", name)
-    stop_ids = sorted({*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)})
+    # A grammar allows end-of-sequence only where the output is whole, so there is nothing to ignore.
+    ignore_eos = params.ignore_eos and not grammar
+    stop_ids = sorted({*params.stop_token_ids, *(() if ignore_eos else limits.eos_token_ids)})
     token_ids, stop_token_ids = pack_ints(prompt), pack_ints(stop_ids)
     for index, request_id in enumerate(request_ids):
         if params.seed is None:
@@ -152,7 +156,7 @@ def submits(
             budget,
             params.min_tokens,
             stop_token_ids,
-            _sampling(params, seed, stop_token_ids if params.min_tokens else b"", bad_words, index),
+            _sampling(params, seed, stop_token_ids if params.min_tokens else b"", bad_words, grammar, index),
             message.namespace,
             external_id=message.external_id,
             tenant=message.tenant,
@@ -165,7 +169,7 @@ def submits(
 
 
 def _sampling(
-    params: SamplingParams, seed: int, banned_ids: bytes, bad_words: tuple[bytes, ...], index: int
+    params: SamplingParams, seed: int, banned_ids: bytes, bad_words: tuple[bytes, ...], grammar: str, index: int
 ) -> SamplingSpec:
     scored = params.prompt_logprobs if index == 0 else None
     return SamplingSpec(
@@ -185,4 +189,5 @@ def _sampling(
         prompt_logprobs=-1 if scored is None else scored,
         allowed_ids=pack_ints(sorted(set(params.allowed_token_ids))),
         bad_words=bad_words,
+        grammar=grammar,
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
+from config.grammar import token_table_path
 from config.schema import ChildSpec
 from ipc.channels import AsyncDealer, AsyncRouter
 from ipc.codec import Decoder
@@ -20,6 +21,7 @@ from ipc.control import Control, Drain, Idle, Order, end_on_error
 from ipc.messages import FromScheduler, ModelInfo, SchedulerReady, TokenizerHello, ToTokenizer
 
 from .encoding import PromptEncoder
+from .grammars import GrammarCompiler
 from .ingress import Limits, sampling_defaults
 from .output_format import reasoning_format, tool_format
 from .service import Service
@@ -47,6 +49,13 @@ class Tokenizer:
                 vocabulary.chat_template, vocabulary.special_tokens, spec.config.tokenizer.template_timeout
             )
         self._encoder = PromptEncoder(vocabulary, self._renderer, max_model_len)
+        self._grammars = GrammarCompiler(
+            vocabulary,
+            spec.arch.vocab_size,
+            spec.arch.eos_token_ids,
+            token_table_path(spec.run_dir),
+            spec.config.tokenizer.grammar_timeout,
+        )
         model = self._model = ModelInfo(
             spec.served_names,
             max_model_len,
@@ -77,6 +86,7 @@ class Tokenizer:
             to_client=lambda peer, message: self._clients.send(peer, message),
             to_scheduler=lambda message: self._scheduler.send(message),
             on_idle=self._idle,
+            grammars=self._grammars,
         )
         self._clients = AsyncRouter(
             endpoint, from_client, spec.incarnation, self._service.from_client, self._service.client_lost
@@ -111,6 +121,7 @@ class Tokenizer:
         self._scheduler.start()
         await self._ended.wait()
         await self._encoder.close()
+        await self._grammars.close()
         await asyncio.sleep(_FLUSH_SECONDS)
         self._clients.close()
         self._scheduler.close()

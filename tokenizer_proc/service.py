@@ -42,6 +42,7 @@ from ipc.validation import InvalidRequest, validate_generate
 
 from .choice import Choice, Progress
 from .encoding import PromptEncoder
+from .grammars import GrammarCompiler
 from .ingress import Limits, bad_word_ids, prompt_name, submits
 from .output_format import REASONING_OPENING
 from .prompt_report import PromptReport
@@ -124,8 +125,12 @@ class Service:
         to_client: Callable[[bytes, ToClient], bool],
         to_scheduler: Callable[[ToScheduler], bool],
         on_idle: Callable[[], None],
+        grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`max_encoding`: prompts that may wait for their encoding. `on_idle` runs when a drain is complete."""
+        """`max_encoding`: prompts that may wait for their encoding. `on_idle` runs when a drain is complete.
+
+        Without `grammars`, requests with one are refused.
+        """
         self._vocabulary = vocabulary
         self._encoder = encoder
         self._limits = limits
@@ -134,6 +139,7 @@ class Service:
         self._texts = TextService(vocabulary, encoder, limits.model, max_encoding, to_client)
         self._to_scheduler = to_scheduler
         self._on_idle = on_idle
+        self._grammars = grammars
         self._requests: dict[tuple[bytes, int], _Request] = {}
         self._by_id: dict[int, _Request] = {}
         self._ids = itertools.count(1)
@@ -191,9 +197,10 @@ class Service:
         self._requests[request.key] = request
         try:
             validate_generate(message, self._limits.model)
-            token_ids = self._encoder.encode_now(message.prompt)
-            if token_ids is not None:
-                self._submit(request, token_ids)
+            grammar = self._known_grammar(message)
+            token_ids = None if grammar is None else self._encoder.encode_now(message.prompt)
+            if grammar is not None and token_ids is not None:
+                self._submit(request, token_ids, grammar)
                 return
         except Exception as error:
             self._drop(request, error)
@@ -206,11 +213,25 @@ class Service:
         request.encoding = asyncio.get_running_loop().create_task(self._encode(request))
         request.encoding.add_done_callback(self._encoded)
 
+    def _known_grammar(self, message: Generate) -> str | None:
+        """The request's grammar as the worker takes it, "" for none; None when it has yet to be compiled."""
+        grammar = message.params.grammar
+        if grammar is None:
+            return ""
+        if self._grammars is None:
+            raise InvalidRequest("grammar is not supported here", "grammar")
+        return self._grammars.known(grammar)
+
     async def _encode(self, request: _Request) -> None:
         try:
+            grammar = self._known_grammar(request.message)
+            if grammar is None:
+                assert self._grammars is not None
+                assert request.message.params.grammar is not None
+                grammar = await self._grammars.compile(request.message.params.grammar)
             token_ids = await self._encoder.encode(request.message.prompt)
             if self._requests.get(request.key) is request:
-                self._submit(request, token_ids)
+                self._submit(request, token_ids, grammar)
         except Exception as error:
             if self._requests.get(request.key) is request:
                 self._drop(request, error)
@@ -218,12 +239,12 @@ class Service:
     def _encoded(self, task: asyncio.Task[None]) -> None:
         self._encoding -= 1
 
-    def _submit(self, request: _Request, prompt: Iterable[int]) -> None:
+    def _submit(self, request: _Request, prompt: Iterable[int], grammar: str) -> None:
         token_ids = list(prompt)
         message = request.message
         ids = [next(self._ids) for _ in range(message.params.n)]
         bad_words = bad_word_ids(message.params.bad_words, self._vocabulary)
-        to_send = list(submits(ids, token_ids, message, self._limits, bad_words))
+        to_send = list(submits(ids, token_ids, message, self._limits, bad_words, grammar))
         in_reasoning = self._opens_reasoning(message, token_ids)
         for index, request_id in enumerate(ids):
             choice = Choice(

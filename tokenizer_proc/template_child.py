@@ -1,18 +1,12 @@
 """Renders chat templates in a process that may be killed: `python -m tokenizer_proc.template_child`.
 
 A template comes with the model, so it may be slow, endless or greedy. It runs in Jinja's immutable sandbox, here, with
-caps on time, memory and output. Requests arrive on stdin and answers leave on stdout, one at a time: a little-endian
-32-bit length, then msgpack. The first request carries the template. End of file on stdin ends the process; should it be
-rendering at that time, its alarm clock does.
+caps on time, memory and output. The first request carries the template.
 """
 
 import json
-import resource
-import signal
-import struct
-import sys
 from datetime import datetime
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import msgspec
@@ -22,11 +16,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Struct
 
-LENGTH = struct.Struct("<I")
+from .child_frames import Answer, Done, Refused, serve, set_alarm, stop_alarm
+
 MAX_OUTPUT_CHARS = 4 << 20
-MAX_FRAME_BYTES = 256 << 20  # a chat request after decoding; the HTTP body that it came in is far smaller
-_MAX_MEMORY_BYTES = 1 << 30  # address space of this process
-_GRACE_SECONDS = 0.5  # the parent kills at the limit; the alarm is for when there is no parent left
 
 
 class Setup(Struct, tag=True, array_like=True, frozen=True):
@@ -46,20 +38,7 @@ class Render(Struct, tag=True, array_like=True, frozen=True):
     variables: dict[str, Any] = {}  # further names, of which none hides one that the template has anyway
 
 
-class Rendered(Struct, tag=True, array_like=True, frozen=True):
-    """The prompt text; for `Setup`, empty."""
-
-    text: str
-
-
-class Refused(Struct, tag=True, array_like=True, frozen=True):
-    """The template did not render; `message` is fit for the client."""
-
-    message: str
-
-
 Request = Setup | Render
-Answer = Rendered | Refused
 
 
 class TemplateComplaint(jinja2.TemplateError):
@@ -114,7 +93,7 @@ class Renderer:
                 self._template = compile_template(request.template)
                 self._variables = request.special_tokens
                 self._limit = request.limit_seconds
-                return Rendered("")
+                return Done("")
             return self._render(request)
         except TemplateComplaint as error:
             return Refused(str(error))
@@ -128,7 +107,7 @@ class Renderer:
     def _render(self, request: Render) -> Answer:
         if self._template is None:
             return Refused("there is no chat template")
-        signal.setitimer(signal.ITIMER_REAL, self._limit + _GRACE_SECONDS)
+        set_alarm(self._limit)
         try:
             pieces: list[str] = []
             size = 0
@@ -145,36 +124,10 @@ class Renderer:
                 if size > MAX_OUTPUT_CHARS:
                     return Refused(f"the rendered chat is longer than {MAX_OUTPUT_CHARS} characters")
                 pieces.append(piece)
-            return Rendered("".join(pieces))
+            return Done("".join(pieces))
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _read_exactly(stream: BinaryIO, size: int) -> bytes | None:
-    data = stream.read(size)
-    return data if len(data) == size else None
-
-
-def serve(inbound: BinaryIO, outbound: BinaryIO) -> None:
-    """Answer requests until end of file."""
-    renderer = Renderer()
-    decoder = msgspec.msgpack.Decoder(Request)
-    while (header := _read_exactly(inbound, LENGTH.size)) is not None:
-        body = _read_exactly(inbound, LENGTH.unpack(header)[0])
-        if body is None:
-            return
-        answer = msgspec.msgpack.encode(renderer.answer(decoder.decode(body)))
-        outbound.write(LENGTH.pack(len(answer)) + answer)
-        outbound.flush()
-
-
-def main() -> None:
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the process, whatever Python is doing
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher; this process ends with its parent
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+            stop_alarm()
 
 
 if __name__ == "__main__":
-    main()
+    serve(msgspec.msgpack.Decoder(Request), Renderer().answer)

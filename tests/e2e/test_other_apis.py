@@ -1,5 +1,6 @@
 """OpenAI's Responses API and Anthropic's Messages API on the real model: the same tokens as its chat completions."""
 
+import json
 from typing import Any
 
 import anthropic
@@ -107,3 +108,57 @@ def test_a_prompt_too_long_names_the_clients_parameter(
     assert "max_output_tokens is 8191" in caught.value.message
     with pytest.raises(anthropic.BadRequestError, match="tokens"):
         anthropic_client.messages.create(model="smol", max_tokens=10, messages=[{"role": "user", "content": long}])
+
+
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def test_a_schema_is_kept(openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic) -> None:
+    form: Any = {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}
+    response = openai_client.responses.create(model="smol", input=QUESTION, text={"format": form}, temperature=0)
+    message = anthropic_client.messages.create(
+        model="smol",
+        max_tokens=60,
+        messages=[{"role": "user", "content": QUESTION}],
+        output_config={"format": {"type": "json_schema", "schema": CITY}},
+        extra_body={"temperature": 0},
+    )
+    answers = [json.loads(response.output_text), json.loads(message.content[0].text)]
+    assert answers[0] == answers[1]
+    assert isinstance(answers[0]["city"], str)
+    assert list(answers[0]) == ["city"]
+    assert (response.status, message.stop_reason) == ("completed", "end_turn")
+
+
+def test_a_schema_that_cannot_be_compiled_is_named(openai_client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "name": "bad", "schema": {"type": "object", "$ref": "#/nowhere"}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        openai_client.responses.create(model="smol", input=QUESTION, text={"format": form})
+    assert caught.value.param == "text.format.schema"
+
+
+def test_demanded_calls(openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic) -> None:
+    tool: Any = {"name": "find_city", "description": "Finds a city.", "input_schema": CITY}
+    ask: Any = {"model": "smol", "messages": [{"role": "user", "content": QUESTION}], "tools": [tool]}
+    choice: Any = {"type": "tool", "name": "find_city"}
+    message = anthropic_client.messages.create(**ask, tool_choice=choice, max_tokens=80, extra_body={"temperature": 0})
+    assert [block.type for block in message.content] == ["tool_use"]
+    assert message.stop_reason == "tool_use"
+    counted = anthropic_client.messages.count_tokens(**ask, tool_choice=choice)
+    assert counted.input_tokens == message.usage.input_tokens + message.usage.cache_read_input_tokens
+    response = openai_client.responses.create(
+        model="smol",
+        input=QUESTION,
+        tools=[{"type": "function", "name": "find_city", "description": "Finds a city.", "parameters": CITY}],
+        tool_choice={"type": "function", "name": "find_city"},
+        temperature=0,
+    )
+    (call,) = response.output
+    assert (call.type, call.name) == ("function_call", "find_city")
+    assert json.loads(call.arguments) == message.content[0].input
+    assert isinstance(message.content[0].input["city"], str)

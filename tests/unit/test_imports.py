@@ -31,9 +31,20 @@ ALLOWED = {
     "ipc": {"msgspec", "zmq"},
     "kernels": {"torch", "triton"},
     "frontend": {"ipc", "config", "msgspec", "aiohttp", "uvloop", "prometheus_client"},
-    "tokenizer_proc": {"ipc", "config", "msgspec", "uvloop", "tokenizers", "jinja2", "markupsafe", "gguf", "numpy"},
+    "tokenizer_proc": {
+        "ipc",
+        "config",
+        "msgspec",
+        "uvloop",
+        "tokenizers",
+        "jinja2",
+        "markupsafe",
+        "gguf",
+        "numpy",
+        "llguidance",
+    },
     "scheduler_proc": {"ipc", "config", "msgspec", "uvloop", "numpy"},
-    "gpu_workers": {"kernels", "ipc", "config", "msgspec", "torch", "numpy", "gguf", "safetensors"},
+    "gpu_workers": {"kernels", "ipc", "config", "msgspec", "torch", "numpy", "gguf", "safetensors", "llguidance"},
     "launch": {"config", "ipc", "msgspec", "psutil"},
 }
 # Imports that stay inside a function, because most runs do without them.
@@ -167,6 +178,7 @@ TORCH_FREE = (
     "frontend.main",
     "tokenizer_proc.main",
     "tokenizer_proc.template_child",
+    "tokenizer_proc.grammar_child",
     "scheduler_proc.main",
     "ipc.client",
 )

@@ -293,3 +293,9 @@ def test_resolve_does_not_touch_what_it_is_given() -> None:
 def test_one_repeat_is_no_loop() -> None:
     with pytest.raises(ConfigError, match="--stop-on-loop 1: must be 0 or at least 2"):
         settle("--stop-on-loop", "1")
+
+
+def test_names_that_the_server_gives_to_templates_are_not_for_requests() -> None:
+    with pytest.raises(ConfigError, match=r"--chat-template-kwargs: .* messages, tools is"):
+        settle("--chat-template-kwargs", "thinking,tools,messages")
+    assert settle("--chat-template-kwargs", "x").config.server.chat_template_kwargs == ("x",)

@@ -13,7 +13,16 @@ from frontend.errors import ApiError
 from frontend.protocol import ChatRequest, CompletionRequest, chat_decoder, completion_decoder
 from frontend.requests import MAX_PROMPTS, Job, chat_job, completion_job
 from ipc.codec import pack_ints
-from ipc.messages import ChatMessage, ChatPrompt, ModelInfo, SamplingDefaults, SamplingParams, TextPrompt, TokenPrompt
+from ipc.messages import (
+    ChatMessage,
+    ChatPrompt,
+    Grammar,
+    ModelInfo,
+    SamplingDefaults,
+    SamplingParams,
+    TextPrompt,
+    TokenPrompt,
+)
 
 MODEL = ModelInfo(names=("m", "org/m"), max_model_len=100, vocab_size=50, created=0, has_chat_template=True)
 
@@ -32,6 +41,43 @@ def refused(call: Any, **fields: Any) -> ApiError:
     with pytest.raises(ApiError) as caught:
         call(**fields)
     return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar("json_object", "")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": False, "schema": {}}}},
+            Grammar("json_schema", "{}"),
+        ),
+        ({"structured_outputs": {"json": {"enum": ["ё"]}}}, Grammar("json_schema", '{"enum":["ё"]}')),
+        ({"structured_outputs": {"json": '{"a" : 1}'}}, Grammar("json_schema", '{"a" : 1}')),
+        ({"structured_outputs": {"json_object": True}}, Grammar("json_object", "")),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar("choice", '["a","b"]')),
+        ({"structured_outputs": {"grammar": "start: x"}}, Grammar("lark", "start: x")),
+        (
+            {"guided_json": {"type": "integer", "maximum": 10**25}},
+            Grammar("json_schema", f'{{"type":"integer","maximum":{10**25}}}'),
+        ),
+        ({"guided_regex": "a+"}, Grammar("regex", "a+")),
+        ({"guided_choice": ["a", "b"]}, Grammar("choice", '["a","b"]')),
+        ({"guided_grammar": "start: x"}, Grammar("lark", "start: x")),
+    ],
+)
+def test_every_way_to_ask_for_a_grammar(fields: dict[str, Any], grammar: Grammar | None) -> None:
+    assert chat(**fields).params.grammar == grammar
+    assert completion(**fields).params.grammar == grammar
+
+
+def test_properties_keep_their_order() -> None:
+    """The output has them in the order of the schema."""
+    schema = {"properties": {"z": {}, "a": {}, "m": {}}}
+    grammar = chat(guided_json=schema).params.grammar
+    assert grammar is not None
+    assert list(json.loads(grammar.source)["properties"]) == ["z", "a", "m"]
 
 
 def test_defaults_are_openais() -> None:
@@ -214,7 +260,20 @@ def test_what_a_request_does_not_say_is_as_the_model_recommends() -> None:
     [
         ({"best_of": 1}, "best_of"),
         ({"early_stopping": True}, "early_stopping"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": "[1]"}, "guided_json"),
+        ({"guided_json": True, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a", ""]}, "guided_choice"),
+        ({"guided_choice": ["a"] * 1025}, "guided_choice"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_grammar": "x" * (128 * 1024 + 1)}, "guided_grammar"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"1_0": 1}}, "logit_bias"),

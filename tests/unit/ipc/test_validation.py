@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipc.codec import pack_ints
-from ipc.messages import ChatMessage, ChatPrompt, Generate, ModelInfo, SamplingParams, TextPrompt, TokenPrompt
+from ipc.messages import ChatMessage, ChatPrompt, Generate, Grammar, ModelInfo, SamplingParams, TextPrompt, TokenPrompt
 from ipc.validation import InvalidRequest, validate, validate_generate, validate_options
 
 MODEL = ModelInfo(names=("m",), max_model_len=100, vocab_size=50, created=0, has_chat_template=True)
@@ -44,9 +44,26 @@ ACCEPTED: list[dict[str, Any]] = [
     {"stop_on_loop": 0},
     {"stop_on_loop": 2},
     {"stop_on_loop": 1000},
+    {"grammar": Grammar("json_object", "")},
+    {"grammar": Grammar("json_schema", "{" + '"a": {' * 62 + '"a": []' + "}" * 63)},
+    {"grammar": Grammar("json_schema", "true")},
+    {"grammar": Grammar("choice", '["a"]')},
+    {"grammar": Grammar("regex", "é" * (64 << 10))},
 ]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"grammar": Grammar("json_object", "{}")}, "grammar"),
+    ({"grammar": Grammar("json_schema", "")}, "grammar"),
+    ({"grammar": Grammar("json_schema", "[]")}, "grammar"),
+    ({"grammar": Grammar("json_schema", "[" * 100_000)}, "grammar"),
+    ({"grammar": Grammar("json_schema", "{" + '"a": {' * 63 + '"a": []' + "}" * 64)}, "grammar"),
+    ({"grammar": Grammar("choice", "[]")}, "grammar"),
+    ({"grammar": Grammar("choice", "[1]")}, "grammar"),
+    ({"grammar": Grammar("choice", '["a", ""]')}, "grammar"),
+    ({"grammar": Grammar("regex", "é" * (64 << 10) + "a")}, "grammar"),
+    ({"grammar": Grammar("regex", "\ud800")}, "grammar"),
+    ({"grammar": Grammar("lark", "")}, "grammar"),
+    ({"grammar": Grammar("xml", "a")}, "grammar"),  # type: ignore[arg-type]
     ({"temperature": -0.01}, "temperature"),
     ({"temperature": 2.01}, "temperature"),
     ({"temperature": math.nan}, "temperature"),

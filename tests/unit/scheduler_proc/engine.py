@@ -146,6 +146,7 @@ class Engine:
         stops: tuple[int, ...] = (0,),
         min_tokens: int = 0,
         namespace: str = "",
+        sampling: SamplingSpec = GREEDY,
         **fields: Any,
     ) -> None:
         self.time += 0.001

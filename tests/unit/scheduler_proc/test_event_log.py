@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from config.schema import SchedulerConfig
 from ipc.codec import pack_ints, unpack_ints
-from ipc.messages import NewRow, PromptScores, RowOutput, SamplingSpec, StepPlan, StepResult, Submit
+from ipc.messages import NewRow, PromptScores, RowFailure, RowOutput, SamplingSpec, StepPlan, StepResult, Submit
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.event_log import MAGIC, EventLog, EventLogError, Header, Recorder, create, digest_of
 from scheduler_proc.events import (
@@ -128,7 +128,16 @@ class Recorded:
         sampled = sum(unpack_ints(plan.scheduled)[3::4])
         tokens = [FIRST_ID + self.random.choice(self.choices) for _ in range(sampled)]
         scores = tuple(self.scores(plan))
-        result = StepResult(plan.step, pack_ints(tokens), forward_us=7_000, prompt_scores=scores)
+        completed = tuple(index for index in range(sampled) if self.random.random() < 0.02)
+        failed = tuple(RowFailure(index, "of somebody") for index in range(sampled) if self.random.random() < 0.02)
+        result = StepResult(
+            plan.step,
+            pack_ints(tokens),
+            forward_us=7_000,
+            prompt_scores=scores,
+            completed=completed,
+            failed=failed,
+        )
         self.handle(StepDone(self.advance(), result))
 
     def scores(self, plan: StepPlan) -> Iterator[PromptScores]:

@@ -1,11 +1,16 @@
 """How a model writes calls and reasoning, as told by its chat template."""
 
+from collections.abc import Sequence
+
+import msgspec
 import pytest
 
 from ipc.codec import pack_ints
-from ipc.messages import RowOutput, SamplingParams
+from ipc.messages import ChatMessage, ChatPrompt, Delta, Outputs, RowOutput, SamplingParams, TextPrompt
+from tests.unit.tokenizer_proc.test_service import MODEL, Bench
 from tests.unit.tokenizer_proc.vocabularies import CHATML, byte_level_vocabulary
 from tokenizer_proc.choice import Choice
+from tokenizer_proc.encoding import Prompt, PromptEncoder
 from tokenizer_proc.output_format import reasoning_format, tool_format
 
 # What stands in the templates of Qwen2.5, Hermes 3; Llama 3.1 and 3.2; Mistral 7B v0.3, Nemo; Qwen3-Coder, GLM-4.5.
@@ -62,3 +67,38 @@ def test_special_tokens_are_shown_one_by_one() -> None:
     assert text(SamplingParams()) == "hello"
     assert text(SamplingParams(shown_special_tokens=("<|start|>", "<unknown>"))) == "<|start|>hello"
     assert text(SamplingParams(skip_special_tokens=False)) == "<|start|>hello<|end|>"
+
+
+class RenderedAs(PromptEncoder):
+    """Every chat renders to one text, at once."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(byte_level_vocabulary(), None, MODEL.max_model_len)
+        self._text = text
+
+    def encode_now(self, prompt: Prompt) -> Sequence[int]:
+        text = self._text if isinstance(prompt, ChatPrompt) else "hello <think>"
+        return byte_level_vocabulary().encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("rendered", "format_name", "opened"),
+    [
+        ("hello<|start|><think>\n", "think", True),
+        ("hello<think>", "think", True),
+        ("hello<think>\n\n</think>\n\n", "think", False),
+        ("hello<|start|>", "think", False),
+        ("hello<think>\n", "", False),
+    ],
+)
+def test_deltas_tell_whether_the_prompt_has_opened_the_reasoning(rendered: str, format_name: str, opened: bool) -> None:
+    model = msgspec.structs.replace(MODEL, reasoning_format=format_name)
+    bench = Bench(encoder=RenderedAs(rendered), model=model)
+    for request_id, prompt in ((1, ChatPrompt((ChatMessage("user", "hi"),))), (2, TextPrompt("a <think>"))):
+        bench.generate(request_id, prompt)
+    token = byte_level_vocabulary().encode("hello", add_special_tokens=False)[0]
+    bench.step(plain=[(1, token), (2, token)])
+    deltas = [
+        item for _, sent in bench.sent if isinstance(sent, Outputs) for item in sent.items if isinstance(item, Delta)
+    ]
+    assert [(delta.request_id, delta.in_reasoning) for delta in deltas] == [(1, opened), (2, False)]

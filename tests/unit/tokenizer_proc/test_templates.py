@@ -15,7 +15,8 @@ import uvloop
 
 from ipc.messages import ChatMessage, ChatPrompt
 from tests.unit.tokenizer_proc.vocabularies import CHATML
-from tokenizer_proc.template_child import Refused, Render, Rendered, Renderer, Setup, compile_template
+from tokenizer_proc.child_frames import Done, Refused
+from tokenizer_proc.template_child import Render, Renderer, Setup, compile_template
 from tokenizer_proc.templates import TemplateError, TemplateRenderer
 
 T = TypeVar("T")
@@ -84,8 +85,8 @@ def test_equals_transformers(template: str) -> None:
         conversations=[messages], chat_template=template, add_generation_prompt=True, **special
     )
     child = Renderer()
-    assert child.answer(Setup(template, special, 10.0)) == Rendered("")
-    assert child.answer(Render(messages, True)) == Rendered(expected)
+    assert child.answer(Setup(template, special, 10.0)) == Done("")
+    assert child.answer(Render(messages, True)) == Done(expected)
 
 
 @pytest.mark.parametrize(
