@@ -19,7 +19,7 @@ from gpu_workers.batch import ForwardBatch
 from gpu_workers.comm import Comm
 from gpu_workers.prepare import PreparedStep, prepare
 from gpu_workers.rows import Rows
-from gpu_workers.sampling import argmax
+from gpu_workers.sampling import SamplingBatch, argmax, choose_tokens
 from gpu_workers.weights.quantized import QuantizedWeight
 
 Weight = Any  # what `load_linear` returned: its layout is the backend's own business
@@ -103,6 +103,10 @@ class Backend(ABC):
     def compile(self, forward: Callable[[Any, Any], Array]) -> "Compiled":
         """`forward(batch, kv)` as something that runs."""
         return Compiled(forward)
+
+    def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
+        """See `gpu_workers.sampling.choose_tokens`: the same tokens, but where two sums round differently."""
+        return choose_tokens(logits, batch)
 
     @abstractmethod
     def embed(self, table: Weight, batch: ForwardBatch, first: int = 0) -> Array:

@@ -129,7 +129,9 @@ class Runner:
                 token_ids = argmax(logits)
             else:
                 output_index = self._rows.num_tokens[rows] - self._rows.num_prompt[rows]
-                token_ids, logprobs = sample(logits, self._sampler.batch(rows, output_index))
+                token_ids, logprobs = sample(
+                    logits, self._sampler.batch(rows, output_index), self._model.backend.choose_tokens
+                )
         if self._comm.size > 1:
             token_ids = self._comm.broadcast(torch.from_numpy(token_ids).to(self._device)).cpu().numpy()
         return token_ids, logprobs

@@ -8,6 +8,7 @@ Each operation treats every row by itself and in the same way whatever the other
 bits alone and in a batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from gpu_workers.noise import uniform
 from ipc.messages import RawLogprobs
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy
+NOT_NUMBERS = "the model computed logits that are not numbers (NaN)"
 _TOP_P_CANDIDATES = 1024  # enough for nearly every distribution; where it is not, all are sorted
 _DRAW_BLOCK = 512  # ids
 _CPU_ELEMENTS = 1 << 19  # logits drawn from at once: few enough for the caches, and to be spared fresh pages each step
@@ -66,6 +68,9 @@ class SamplingBatch:
     penalties: Penalties | None = None
 
 
+Chooser = Callable[[torch.Tensor, SamplingBatch], NDArray[np.int64]]
+
+
 def argmax(logits: torch.Tensor) -> NDArray[np.int64]:
     """The best id of each row of [S, V] float32, the lowest one of equals. Raises FloatingPointError on NaN."""
     if logits.device.type == "cpu":
@@ -80,27 +85,35 @@ def argmax(logits: torch.Tensor) -> NDArray[np.int64]:
     return ids
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[NDArray[np.int64], tuple[RawLogprobs | None, ...]]:
+def sample(
+    logits: torch.Tensor, batch: SamplingBatch, choose: Chooser | None = None
+) -> tuple[NDArray[np.int64], tuple[RawLogprobs | None, ...]]:
     """Token ids [S] and log-probabilities (empty, or S entries) from logits [S, V] float32, which are overwritten.
 
-    Raises FloatingPointError when the logits contain NaN.
+    `choose` is another implementation of this module's function of that name. Raises FloatingPointError when the logits
+    contain NaN.
     """
     edit_logits(logits, batch)
+    token_ids = (choose or choose_tokens)(logits, batch)
+    return token_ids, _logprobs(logits, batch.logprobs, token_ids)
+
+
+def choose_tokens(logits: torch.Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
+    """Token ids [S] by temperature, filters and draw, of logits [S, V] float32. Raises FloatingPointError on NaN."""
     drawn = batch.temperature >= GREEDY_BELOW
     if not drawn.any():
-        token_ids = argmax(logits)
-    else:
-        token_ids = np.empty(len(drawn), dtype=np.int64)
-        greedy = np.flatnonzero(~drawn)
-        if len(greedy):
-            token_ids[greedy] = argmax(_select(logits, greedy))
-        random = np.flatnonzero(drawn)
-        at_once = len(random) if logits.device.type != "cpu" else max(1, _CPU_ELEMENTS // logits.shape[1])
-        for start in range(0, len(random), at_once):
-            rows = random[start : start + at_once]
-            weights = filtered_probabilities(logits, batch, rows)
-            token_ids[rows] = _draw(weights, uniform(batch.seeds[rows], batch.output_index[rows]))
-    return token_ids, _logprobs(logits, batch.logprobs, token_ids)
+        return argmax(logits)
+    token_ids = np.empty(len(drawn), dtype=np.int64)
+    greedy = np.flatnonzero(~drawn)
+    if len(greedy):
+        token_ids[greedy] = argmax(_select(logits, greedy))
+    random = np.flatnonzero(drawn)
+    at_once = len(random) if logits.device.type != "cpu" else max(1, _CPU_ELEMENTS // logits.shape[1])
+    for start in range(0, len(random), at_once):
+        rows = random[start : start + at_once]
+        weights = filtered_probabilities(logits, batch, rows)
+        token_ids[rows] = _draw(weights, uniform(batch.seeds[rows], batch.output_index[rows]))
+    return token_ids
 
 
 def edit_logits(logits: torch.Tensor, batch: SamplingBatch) -> None:
@@ -258,4 +271,4 @@ def _logprobs(
 
 def _require_numbers(values: FloatArray) -> None:
     if np.isnan(values).any():
-        raise FloatingPointError("the model computed logits that are not numbers (NaN)")
+        raise FloatingPointError(NOT_NUMBERS)

@@ -11,6 +11,7 @@ from config.sources import ConfigError, read_settings
 from ipc.control import StartError
 from launch import __version__
 from launch.fleet import Engine
+from launch.kernels import find_kernels
 from launch.listen import open_listener
 from launch.machine import look_around
 from launch.model_source import locate
@@ -20,6 +21,7 @@ from launch.supervisor import Supervisor
 
 def main() -> int:
     """Exit status: 2 for settings that cannot be used, 1 when the engine could not start or died, else 0."""
+    display = StartDisplay()
     try:
         settings = read_settings(sys.argv[1:], os.environ, __version__)
         for warning in settings.warnings:
@@ -33,13 +35,15 @@ def main() -> int:
             arch = read_arch(source.path)
         except (ValueError, OSError) as error:
             raise StartError(f"--model {asked.model.model}: {error}") from None
-        resolved = resolve(asked, arch, look_around())
+        resolved = resolve(asked, arch, find_kernels(asked, look_around(), display.say))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # finding the model or compiling kernels takes long
+        return 0
 
     config, plan = resolved.config, resolved.plan
     if settings.plan:
@@ -51,7 +55,6 @@ def main() -> int:
     if settings.plan:
         return 0
 
-    display = StartDisplay()
     for reason in resolved.reasons:
         display.say(reason)
     display.say(short_report(plan))
@@ -63,6 +66,7 @@ def main() -> int:
         kv_memory_bytes=plan.kv,
         num_blocks=plan.num_blocks,
         num_host_blocks=plan.num_host_blocks,
+        rank_cpus=resolved.rank_cpus,
     )
     with listener or contextlib.nullcontext():
         try:

@@ -16,6 +16,12 @@ from ipc.control import Idle, Order, Progress, Ready, StartFailed, Status, Unres
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+def child_environment() -> dict[str, str]:
+    """This process's variables, for one that imports our packages from wherever it runs."""
+    paths = [str(_REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 class Process:
     """A spawned role. `on_change(process)` is called on the loop after every report and once after its end."""
 
@@ -57,9 +63,6 @@ class Process:
         handed_down = [order_read, status_write]
         if self._spec.listen_fd >= 0:
             handed_down.append(self._spec.listen_fd)
-        environment = dict(os.environ)
-        paths = [str(_REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
         arguments = ["-m", "launch.child", str(spec_file), str(order_read), str(status_write), module]
         try:
             # A session of its own keeps the terminal's Ctrl-C away: the launcher alone decides how all of them end.
@@ -70,7 +73,7 @@ class Process:
                 stdout=2,  # stderr: stdout belongs to the launcher's one line
                 pass_fds=handed_down,
                 start_new_session=True,
-                env=environment,
+                env=child_environment(),
             )
         finally:
             os.close(order_read)

@@ -8,7 +8,7 @@ A row's operations never depend on the other rows, so its bits are the same alon
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,12 @@ from gpu_workers.backend import Backend, Compiled, LoadedWeight
 from gpu_workers.backends.native_kv import NativeHostKV, NativeKV, zeroed_bytes
 from gpu_workers.batch import ForwardBatch
 from gpu_workers.comm import Comm
+from gpu_workers.noise import uniform
 from gpu_workers.prepare import PreparedStep, prepare
 from gpu_workers.rows import Ints, Rows
+from gpu_workers.sampling import GREEDY_BELOW, NOT_NUMBERS, SamplingBatch
 from gpu_workers.weights.quantized import QuantizedWeight, cat
+from ipc.control import StartError
 from kernels.cpu.library import (
     FLAG_GELU,
     FLAG_LOGITS_ROWS,
@@ -38,6 +41,7 @@ from kernels.cpu.library import (
     KvType,
     Op,
     PackedWeight,
+    Sampling,
     Step,
     flatten,
     kv_block_bytes,
@@ -110,7 +114,7 @@ class _Recording:
 class NativeCpuBackend(Backend):
     """See `gpu_workers.backends.make_backend`; `progress` is told when the kernels are being compiled.
 
-    Raises `kernels.cpu.build.BuildError` when they can't be.
+    Raises `kernels.cpu.build.BuildError` when they can't be, StartError when threads can't be bound to `cpus`.
     """
 
     def __init__(
@@ -120,11 +124,17 @@ class NativeCpuBackend(Backend):
         quantized: bool,
         kv_dtype: str = "float32",
         progress: Callable[[str], None] | None = None,
+        cpus: Sequence[int] = (),
     ) -> None:
         # torch is left with small things: a second team of threads would only be in the way of the kernels' own.
         torch.set_num_threads(1)
         self._library = load(progress)
         self._engine = Engine(self._library, threads)
+        if cpus:
+            try:
+                self._engine.pin(cpus)
+            except OSError as error:
+                raise StartError(f"--pin-threads: {error}") from error
         self.device = torch.device("cpu")
         self.dtype = dtype
         self.takes_quantized = quantized
@@ -194,6 +204,20 @@ class NativeCpuBackend(Backend):
 
     def copy_blocks_in(self, kv: NativeKV, host_kv: NativeHostKV, pairs: torch.Tensor) -> None:
         host_kv.copy_in(kv, pairs)
+
+    def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
+        ids = np.empty(len(logits), dtype=np.int64)
+        settings = {
+            "temperature": np.where(batch.temperature < GREEDY_BELOW, np.float32(0), batch.temperature),
+            "top_k": batch.top_k,
+            "top_p": batch.top_p,
+            "min_p": batch.min_p,
+            "uniforms": uniform(batch.seeds, batch.output_index),
+            "ids": ids,
+        }
+        pointers = {name: values.ctypes.data for name, values in settings.items()}
+        self._engine.sample(Sampling(*logits.shape, logits=logits.data_ptr(), **pointers))
+        return _known(ids)
 
     # --- recording ---------------------------------------------------------------------------------------------------
 
@@ -369,10 +393,7 @@ class _Replay(Compiled):
         return self._program_for(batch, kv).logits(batch)
 
     def best_ids(self, batch: Step | ForwardBatch, kv: NativeKV) -> NDArray[np.int64]:
-        ids = self._program_for(batch, kv).best_ids(batch)
-        if (ids < 0).any():
-            raise FloatingPointError("the model computed logits that are not numbers (NaN)")
-        return ids
+        return _known(self._program_for(batch, kv).best_ids(batch))
 
 
 class _Program:
@@ -448,6 +469,13 @@ def _as_step(batch: Step | ForwardBatch) -> Step:
     )
     step.arrays = tables, arrays
     return step
+
+
+def _known(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`ids`; FloatingPointError where one is -1."""
+    if (ids < 0).any():
+        raise FloatingPointError(NOT_NUMBERS)
+    return ids
 
 
 def _pad_rows(weight: LoadedWeight, count: int) -> LoadedWeight:
