@@ -52,6 +52,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ]
         | None
     ) = None
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        Meta(
+            description="requests that do not say are sampled as the model's generation_config.json (or GGUF file) "
+            "recommends, else as OpenAI does (auto); or always as OpenAI does (none)"
+        ),
+    ] = "auto"
 
 
 class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -305,6 +312,17 @@ class ModelArch(Struct, frozen=True, kw_only=True):
     name: str = ""
 
 
+class GenerationDefaults(Struct, frozen=True, kw_only=True):
+    """What a model recommends for requests that do not say; None: nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+
 class Endpoints(Struct, frozen=True, kw_only=True):
     """ZeroMQ addresses of one run; all lie in its private directory."""
 
@@ -332,3 +350,4 @@ class ChildSpec(Struct, frozen=True, kw_only=True):
     cpus: tuple[int, ...] = ()  # ranks: what each compute thread is bound to; empty: nothing
     listen_fd: int = -1  # frontends: the bound TCP socket
     rendezvous_port: int = 0  # ranks: torch.distributed on loopback when tp > 1
+    generation: GenerationDefaults = GenerationDefaults()

@@ -45,6 +45,7 @@ async def _generate(request: web.Request, job: Job, responder: Responder) -> web
     with service.running():
         tenant = tenant_of(request.headers.get("Authorization"))
         generation = Generation(service.client, job, request["id"], service.metrics, tenant)
+        responder.prompt_of = generation.prompt_of
         try:
             if job.stream:
                 return await stream_answer(request, generation, responder, request.app[KEEP_ALIVE])

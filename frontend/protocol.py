@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from .prompt_fields import PromptLogprobs
+
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 MAX_DIGITS = 19  # of a logit_bias key; any int64 has no more
 
@@ -66,6 +68,9 @@ class SamplingFields(Struct, kw_only=True):
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
     stop_on_loop: int | None = None  # end an output that ends in so many repeats; 0: never; null: the server's setting
     priority: int | None = None  # lower starts earlier, under --policy priority
     ttft_target_ms: float | None = None  # 429 at once when the first token is predicted to come later
@@ -150,8 +155,8 @@ class ChatLogprobs(Struct):
 
 class CompletionLogprobs(Struct):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # null: the first token of an echoed prompt, as in the next
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -177,6 +182,8 @@ class CompletionChoice(Struct):
     finish_reason: str
     stop_reason: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionResponse(Struct, kw_only=True):
@@ -189,6 +196,8 @@ class CompletionResponse(Struct, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChoice] | list[CompletionChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # of chats: completions have them in their choices
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Model(Struct):

@@ -29,15 +29,16 @@ class Job(Struct, frozen=True):
     model: str  # the name that the client asked for
     stream: bool
     include_usage: bool
-    echo: tuple[str, ...] = ()  # prompt texts to put before the outputs
+    echo: bool = False  # the prompt comes before the output
     return_token_ids: bool = False
     options: RequestOptions = {}  # of those, what a body can say
     cache_salt: str = ""
+    prompt_logprobs: int | None = None  # that the answer lists; `params` may ask for more, for the echo's
 
 
 def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
     """The job of a chat request."""
-    _check_model(body.model, model)
+    check_model(body.model, model)
     _refuse_unsupported(body)
     for name in ("tools", "functions"):
         if getattr(body, name):
@@ -51,11 +52,7 @@ def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
         raise ApiError(400, "audio is not supported: the model generates text only", param="audio")
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    prompt = ChatPrompt(
-        messages=tuple(_chat_message(index, message) for index, message in enumerate(body.messages)),
-        add_generation_prompt=_given(body.add_generation_prompt, not body.continue_final_message),
-        continue_final_message=bool(body.continue_final_message),
-    )
+    prompt = chat_prompt(body.messages, body.add_generation_prompt, body.continue_final_message)
     renamed = {"logprobs": "top_logprobs"}
     max_tokens = body.max_tokens
     if body.max_completion_tokens is not None:
@@ -67,20 +64,25 @@ def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
 
 def completion_job(body: protocol.CompletionRequest, model: ModelInfo) -> Job:
     """The job of a completion request."""
-    _check_model(body.model, model)
+    check_model(body.model, model)
     _refuse_unsupported(body)
     if body.suffix is not None:
         raise _not_yet("suffix")
-    prompts = _prompts(body.prompt)
-    echo: tuple[str, ...] = ()
-    if body.echo:
-        if body.logprobs is not None:
-            raise ApiError(400, "echo together with logprobs is not supported yet", param="echo")
-        echo = tuple(prompt.text for prompt in prompts if isinstance(prompt, TextPrompt))
-        if len(echo) != len(prompts):
-            raise ApiError(400, "echo of a prompt given as token ids is not supported yet", param="echo")
-    max_tokens = _given(body.max_tokens, min(DEFAULT_COMPLETION_TOKENS, model.max_model_len - 1))
-    return _job(body, prompts, max_tokens, body.logprobs, model, {}, echo)
+    max_tokens = body.max_tokens
+    if max_tokens is None and model.defaults.max_tokens is None:
+        max_tokens = min(DEFAULT_COMPLETION_TOKENS, model.max_model_len - 1)
+    return _job(body, _prompts(body.prompt), max_tokens, body.logprobs, model, {}, bool(body.echo))
+
+
+def chat_prompt(
+    messages: list[protocol.Message], add_generation_prompt: bool | None, continue_final_message: bool | None
+) -> ChatPrompt:
+    """The prompt of a chat's messages."""
+    return ChatPrompt(
+        messages=tuple(_chat_message(index, message) for index, message in enumerate(messages)),
+        add_generation_prompt=_given(add_generation_prompt, not continue_final_message),
+        continue_final_message=bool(continue_final_message),
+    )
 
 
 def _given(value: T | None, default: T) -> T:
@@ -91,7 +93,8 @@ def _not_yet(name: str) -> ApiError:
     return ApiError(400, f"{name} is not supported yet", param=name)
 
 
-def _check_model(name: str, model: ModelInfo) -> None:
+def check_model(name: str, model: ModelInfo) -> None:
+    """404 for a model that is not served."""
     if name not in model.names:
         raise ApiError(
             404,
@@ -160,6 +163,15 @@ def _token_prompt(ids: Sequence[int]) -> TokenPrompt:
         raise ApiError(400, "prompt: a token id does not fit 32 bits", param="prompt") from None
 
 
+def _scored(asked: int | None, echoed: int | None, echo_only: bool) -> int | None:
+    """Alternatives for each prompt token; None: its log-probabilities are not wanted.
+
+    A request that only echoes its prompt is one for its log-probabilities: else there would be nothing to compute.
+    """
+    wanted = [count for count in (asked, echoed, 0 if echo_only else None) if count is not None]
+    return max(wanted, default=None)
+
+
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
     bias = bias or {}
     if not all(key.isascii() and key.isdigit() for key in bias):
@@ -174,18 +186,18 @@ def _job(
     logprobs: int | None,
     model: ModelInfo,
     renamed: dict[str, str],
-    echo: tuple[str, ...] = (),
+    echo: bool = False,
 ) -> Job:
-    stop = body.stop
+    stop, defaults = body.stop, model.defaults
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=_given(body.min_tokens, 0),
-        temperature=_given(body.temperature, 1.0),
-        top_p=_given(body.top_p, 1.0),
-        top_k=0 if body.top_k in (None, -1) else body.top_k,
-        min_p=_given(body.min_p, 0.0),
+        temperature=_given(body.temperature, defaults.temperature),
+        top_p=_given(body.top_p, defaults.top_p),
+        top_k=0 if body.top_k == -1 else _given(body.top_k, defaults.top_k),
+        min_p=_given(body.min_p, defaults.min_p),
         seed=body.seed,
-        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=_given(body.presence_penalty, 0.0),
         frequency_penalty=_given(body.frequency_penalty, 0.0),
         logit_bias=_logit_bias(body.logit_bias),
@@ -197,12 +209,17 @@ def _job(
         logprobs=logprobs,
         n=_given(body.n, 1),
         stop_on_loop=body.stop_on_loop,
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=tuple(body.bad_words or ()),
+        prompt_logprobs=_scored(body.prompt_logprobs, logprobs if echo else None, echo and max_tokens == 0),
     )
     options: RequestOptions = {
         "priority": _given(body.priority, 0),
         "ttft_target_ms": body.ttft_target_ms,
         "cache_pin_seconds": _given(body.cache_pin_seconds, 0.0),
     }
+    if echo or body.return_token_ids:
+        options["return_prompt"] = True
     cache_salt = _given(body.cache_salt, "")
     try:
         validate_options(**options)
@@ -226,4 +243,5 @@ def _job(
         bool(body.return_token_ids),
         options,
         cache_salt,
+        body.prompt_logprobs,
     )

@@ -9,6 +9,7 @@ dtype, or record them once and replay the recording (`compile`): a model must no
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,25 @@ LoadedWeight = torch.Tensor | QuantizedWeight  # [N, K] as it comes from a check
 class Compiled:
     """A forward that runs on batches from `Backend.prepare`."""
 
-    def __init__(self, forward: Callable[[Any, Any], torch.Tensor]) -> None:
-        self._forward = forward
+    def __init__(self, body: Callable[[Any, Any], Any], head: Callable[[Any, Any], torch.Tensor]) -> None:
+        """See `Backend.compile`."""
+        self._body = body
+        self._head = head
+        self._last: tuple[Any, ForwardBatch] | None = None
 
     def __call__(self, batch: Any, kv: Any) -> torch.Tensor:
         """[S, vocabulary] float32 logits, good until the next run."""
-        return self._forward(batch, kv)
+        hidden = self._body(batch, kv)
+        self._last = hidden, batch
+        return self._head(hidden, batch)
+
+    def more_logits(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
+        """[R, vocabulary] float32 logits of R flat tokens of the batch that was run last, good until the next run."""
+        if self._last is None:
+            raise RuntimeError("no batch has been run yet")
+        hidden, batch = self._last
+        rows = torch.from_numpy(token_rows).to(batch.token_ids.device)
+        return self._head(hidden, replace(batch, logits_rows=rows))
 
     @torch.inference_mode()
     def best_ids(self, batch: Any, kv: Any) -> NDArray[np.int64]:
@@ -100,9 +114,12 @@ class Backend(ABC):
         """
         return prepare(rows, scheduled, self.device)
 
-    def compile(self, forward: Callable[[Any, Any], Array]) -> "Compiled":
-        """`forward(batch, kv)` as something that runs."""
-        return Compiled(forward)
+    def compile(self, body: Callable[[Any, Any], Any], head: Callable[[Any, Any], Array]) -> "Compiled":
+        """A forward as something that runs: the logits are `head(body(batch, kv), batch)`.
+
+        `head` begins with `select_logits_rows`; only its result depends on which rows' logits are wanted.
+        """
+        return Compiled(body, head)
 
     def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
         """See `gpu_workers.sampling.choose_tokens`: the same tokens, but where two sums round differently."""

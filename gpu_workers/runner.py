@@ -1,9 +1,9 @@
 """One step of the model: prepare -> forward -> sample, with the plan's block copies beside it.
 
 What does not belong here: index arithmetic (`prepare`, or the backend's own), what is known of a row (`rows`,
-`sampler_state`), the mathematics of sampling (`sampling`), copies and their thread (`block_copier`), anything about a
-model or a device (`models`, `backends`), sockets and processes (`main`). Nothing here decides what runs: the scheduler
-does.
+`sampler_state`), the mathematics of sampling (`sampling`), log-probabilities of prompts (`prompt_scores`), copies and
+their thread (`block_copier`), anything about a model or a device (`models`, `backends`), sockets and processes
+(`main`). Nothing here decides what runs: the scheduler does.
 """
 
 import time
@@ -17,6 +17,7 @@ from config.schema import ModelArch
 from gpu_workers.backend import Backend
 from gpu_workers.block_copier import BlockCopier
 from gpu_workers.comm import Comm
+from gpu_workers.prompt_scores import PromptScorer
 from gpu_workers.rows import Ints, PlanError, Rows
 from gpu_workers.sampler_state import SamplerState
 from gpu_workers.sampling import argmax, sample
@@ -37,6 +38,9 @@ class Model(Protocol):
 
         Raises FloatingPointError on NaN.
         """
+
+    def more_logits(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
+        """[R, vocab] float32 logits of other flat tokens of the batch that was run last, good until the next call."""
 
 
 class Runner:
@@ -65,6 +69,7 @@ class Runner:
         self._device = model.backend.device
         self._rows = Rows(max_seqs, max_model_len, num_blocks, block_size, model.arch.vocab_size)
         self._sampler = SamplerState(max_seqs, model.arch.vocab_size)
+        self._scorer = PromptScorer(self._rows)
         self._copier = BlockCopier(model.backend, kv, num_blocks, host_kv, num_host_blocks)
         self._last_step: int | None = None
         self._ended = time.perf_counter_ns()
@@ -86,9 +91,12 @@ class Runner:
 
     def _step(self, plan: StepPlan) -> StepResult | None:
         started = time.perf_counter_ns()
-        self._sampler.free(self._rows.update(plan).tolist())
+        freed = self._rows.update(plan).tolist()
+        self._sampler.free(freed)
+        self._scorer.free(freed)
         for new in plan.new_rows:
             self._sampler.add(new)
+            self._scorer.add(new)
         prepared = self._model.backend.prepare(self._rows, plan.scheduled)
         if prepared is None:
             return StepResult(step=plan.step, token_ids=b"") if self._comm.rank == 0 else None
@@ -107,6 +115,8 @@ class Runner:
                 token_ids, logprobs = self._sample(logits, sampling_rows)
         self._rows.append(sampling_rows, token_ids)
         self._sampler.record(sampling_rows, token_ids)
+        sample_done = time.perf_counter_ns()
+        scores = self._scorer.scores(plan.scheduled, self._model.more_logits, keep=self._comm.rank == 0)
         if self._comm.rank != 0:
             return None
         return StepResult(
@@ -116,7 +126,9 @@ class Runner:
             between_us=(started - self._ended) // 1000,
             prepare_us=(prepare_done - started) // 1000,
             forward_us=(forward_done - prepare_done) // 1000,
-            sample_us=(time.perf_counter_ns() - forward_done) // 1000,
+            sample_us=(sample_done - forward_done) // 1000,
+            prompt_scores=scores,
+            score_us=(time.perf_counter_ns() - sample_done) // 1000,
         )
 
     def _sample(self, logits: torch.Tensor, rows: Ints) -> tuple[NDArray[np.int64], tuple[RawLogprobs | None, ...]]:

@@ -1,14 +1,14 @@
 """From logits to tokens, for all sampling rows of a step at once.
 
-The order of operations, which clients can see in the results: logit bias; ids banned before `min_tokens`; the
-repetition, then frequency and presence penalties; (log-probabilities are reported of what stands here;) temperature;
-top-k; top-p; min-p; one draw by inverse CDF in vocabulary order.
+The order of operations, which clients can see in the results: logit bias; ids that are not allowed, are banned before
+`min_tokens`, or would complete a bad word; the repetition, then frequency and presence penalties; (log-probabilities
+are reported of what stands here;) temperature; top-k; top-p; min-p; one draw by inverse CDF in vocabulary order.
 
 Each operation treats every row by itself and in the same way whatever the other rows are, so a row's token has the same
 bits alone and in a batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +65,7 @@ class SamplingBatch:
     logprobs: NDArray[np.int64]  # [S], -1: none, k: those of the token and of the k best
     bias: Bias | None = None
     banned: LogitEdit | None = None
+    allowed: Mapping[int, IntArray] | None = None  # by index into the batch: the ids besides which nothing is possible
     penalties: Penalties | None = None
 
 
@@ -117,7 +118,7 @@ def choose_tokens(logits: torch.Tensor, batch: SamplingBatch) -> NDArray[np.int6
 
 
 def edit_logits(logits: torch.Tensor, batch: SamplingBatch) -> None:
-    """Apply bias, bans and penalties in place.
+    """Apply bias, limits, bans and penalties in place.
 
     The repetition penalty (Keskar et al. 2019, CTRL) divides positive logits and multiplies negative ones of ids in
     prompt or output; frequency and presence (OpenAI) subtract per occurrence and once, looking at the output only.
@@ -126,6 +127,11 @@ def edit_logits(logits: torch.Tensor, batch: SamplingBatch) -> None:
     if (bias := batch.bias) is not None:
         where = _index(bias, device)
         logits[where] = logits[where] + torch.from_numpy(bias.values).to(device)
+    for row, ids in (batch.allowed or {}).items():
+        kept = torch.from_numpy(ids).to(device)
+        values = logits[row, kept]
+        logits[row] = -torch.inf
+        logits[row, kept] = values
     if batch.banned is not None:
         logits[_index(batch.banned, device)] = -torch.inf
     if (penalties := batch.penalties) is not None:
@@ -254,19 +260,23 @@ def _logprobs(
     found: list[RawLogprobs | None] = [None] * len(wanted)
     table = torch.log_softmax(_select(logits, asked), dim=-1).cpu().numpy()
     for i, values in zip(asked, table, strict=True):
-        k = int(wanted[i])
-        best = np.empty(0, dtype=np.int64)
-        if k:
-            # Ties are listed lowest id first, as the greedy choice takes them.
-            smallest = np.partition(values, len(values) - k)[-k]
-            candidates = np.flatnonzero(values >= smallest)
-            best = candidates[np.argsort(-values[candidates], kind="stable")][:k]
+        best = best_ids(values, int(wanted[i]))
         found[i] = RawLogprobs(
             chosen=float(values[token_ids[i]]),
             top_ids=best.astype("<i4").tobytes(),
             top_values=values[best].astype("<f4").tobytes(),
         )
     return tuple(found)
+
+
+def best_ids(values: FloatArray, k: int) -> NDArray[np.int64]:
+    """The ids [k] of the largest of the values [V], largest first; of equals the lowest id, as the greedy choice."""
+    if not k:
+        return np.empty(0, dtype=np.int64)
+    smallest = np.partition(values, len(values) - k)[-k]
+    candidates = np.flatnonzero(values >= smallest)
+    best: NDArray[np.int64] = candidates[np.argsort(-values[candidates], kind="stable")][:k]
+    return best
 
 
 def _require_numbers(values: FloatArray) -> None:

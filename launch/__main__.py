@@ -5,8 +5,10 @@ import os
 import sys
 
 from config.arch import read_arch
+from config.generation import describe, read_generation
 from config.memory_plan import full_report, short_report, shortage
 from config.resolve import resolve
+from config.schema import GenerationDefaults
 from config.sources import ConfigError, read_settings
 from ipc.control import StartError
 from launch import __version__
@@ -33,6 +35,9 @@ def main() -> int:
         source = locate(asked.model.model, asked.model.revision)
         try:
             arch = read_arch(source.path)
+            generation, unused = GenerationDefaults(), list[str]()
+            if asked.model.generation_config == "auto":
+                generation, unused = read_generation(source.path)
         except (ValueError, OSError) as error:
             raise StartError(f"--model {asked.model.model}: {error}") from None
         resolved = resolve(asked, arch, find_kernels(asked, look_around(), display.say))
@@ -57,6 +62,8 @@ def main() -> int:
 
     for reason in resolved.reasons:
         display.say(reason)
+    for line in (*unused, describe(generation)):
+        display.say(line)
     display.say(short_report(plan))
     engine = Engine(
         config=config,
@@ -67,6 +74,7 @@ def main() -> int:
         num_blocks=plan.num_blocks,
         num_host_blocks=plan.num_host_blocks,
         rank_cpus=resolved.rank_cpus,
+        generation=generation,
     )
     with listener or contextlib.nullcontext():
         try:

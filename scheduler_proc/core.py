@@ -271,6 +271,7 @@ class SchedulerCore:
                 request.num_prompt,
                 pack_ints(request.block_table),
                 request.sampling,
+                request.num_scored,
             )
             for request in step.admitted
         )
@@ -308,10 +309,12 @@ class SchedulerCore:
         busy = result.prepare_us + result.forward_us + result.sample_us
         if rows or step.prefills:  # else it only copied blocks
             self.cost_model.observe(step.shape, busy / 1e6)
-        self.counters.device_busy_us += busy
+        self.counters.device_busy_us += busy + result.score_us
         self.counters.computed_tokens += len(step.decodes) + step.prefill_tokens
         for request, _ in step.prefills:
             request.last_progress = time
+        if result.prompt_scores:
+            self._take_scores(step, result, outboxes)
         number, index, taken = step.number, -1, 0
         peer, box = b"", _Outbox()
         for request, token in zip(rows, token_ids, strict=True):
@@ -336,6 +339,25 @@ class SchedulerCore:
                 box.plain_ids.append(request.request_id)
                 box.plain_tokens.append(token)
         self.counters.generated_tokens += taken
+
+    def _take_scores(self, step: Step, result: StepResult, outboxes: dict[bytes, _Outbox]) -> None:
+        """Hand on log-probabilities of prompts; a request gets each of its prompt's once, in order."""
+        for scores in result.prompt_scores:
+            at = scores.index - len(step.decodes)
+            if not 0 <= at < len(step.prefills):
+                raise ProtocolError(f"step {result.step} has prompt log-probabilities of row {scores.index}")
+            request, _ = step.prefills[at]
+            if request.row < 0 or step.number < request.first_valid_step:
+                continue  # it has ended or lost its blocks since: it will be computed again
+            count = len(scores.chosen) // 4
+            if scores.first != request.num_scored + 1 or request.num_scored + count >= request.num_prompt:
+                raise ProtocolError(
+                    f"step {result.step} has {count} prompt log-probabilities from token {scores.first}, where "
+                    f"{request.num_scored} of {request.num_prompt - 1} are known"
+                )
+            request.num_scored += count
+            row = RowOutput(request.request_id, b"", prompt_scores=scores)
+            outboxes.setdefault(request.peer, _Outbox()).rows.append(row)
 
     def _take_special(
         self,

@@ -9,7 +9,7 @@ How a choice ends:
   request itself named. A stop token in the very last place allowed ends the choice with "stop", not "length".
 - A loop: the scheduler found that the output repeats itself. All of its text is shown, and `stop_reason` is
   `LOOP_STOP_REASON`.
-- The length limit.
+- The length limit. With `max_tokens` 0 nothing is generated: what the engine samples all the same is dropped.
 
 A `Delta` is made only when there is new text, or at the end. It carries the ids of the tokens whose text is out; those
 of tokens whose text is still held back (an incomplete character, a possible stop string) wait with it, as do their
@@ -31,9 +31,9 @@ from ipc.messages import (
     RawLogprobs,
     RowOutput,
     SamplingParams,
-    TokenLogprob,
 )
 
+from .prompt_report import name_token
 from .stops import StopMatcher
 from .vocabulary import Vocabulary
 
@@ -95,6 +95,8 @@ class Choice:
         if row.logprobs and len(row.logprobs) != len(token_ids):
             raise ValueError(f"{len(row.logprobs)} log-probabilities for {len(token_ids)} tokens")
         self._cached_tokens = max(self._cached_tokens, row.cached_tokens)
+        if self._params.max_tokens == 0:
+            return Progress() if row.finish is None else self._end("length", None, [])
         shown: list[str] = []
         for position, token_id in enumerate(token_ids):
             raw = row.logprobs[position] if row.logprobs else None
@@ -120,7 +122,7 @@ class Choice:
     def _add(self, token_id: int, raw: RawLogprobs | None) -> str:
         start = self._num_chars
         shown = self._push(token_id)
-        logprobs = None if raw is None else self._name(token_id, raw)
+        logprobs = None if raw is None else self._name(token_id, raw, start)
         self._pending.append(_Pending(token_id, start, self._num_chars, logprobs))
         return shown
 
@@ -182,13 +184,9 @@ class Choice:
         )
         return Progress(delta, finished, self._num_tokens if stop_at else None)
 
-    def _name(self, token_id: int, raw: RawLogprobs) -> PositionLogprobs:
+    def _name(self, token_id: int, raw: RawLogprobs, start: int) -> PositionLogprobs:
         ids, values = unpack_ints(raw.top_ids), unpack_floats(raw.top_values)
         if len(ids) != len(values):
             raise ValueError(f"{len(ids)} alternatives with {len(values)} log-probabilities")
-        top = tuple(self._logprob(other, value) for other, value in zip(ids, values, strict=True))
-        return PositionLogprobs(self._logprob(token_id, raw.chosen), top)
-
-    def _logprob(self, token_id: int, value: float) -> TokenLogprob:
-        spelled = self._vocabulary.token_bytes(token_id)
-        return TokenLogprob(token_id, spelled.decode("utf-8", "replace"), spelled, value)
+        top = tuple(name_token(self._vocabulary, other, value) for other, value in zip(ids, values, strict=True))
+        return PositionLogprobs(name_token(self._vocabulary, token_id, raw.chosen), top, start)

@@ -19,7 +19,7 @@ from ipc.control import Control, Drain, Idle, Order, end_on_error
 from ipc.messages import FromScheduler, ModelInfo, SchedulerReady, TokenizerHello, ToTokenizer
 
 from .encoding import PromptEncoder
-from .ingress import Limits
+from .ingress import Limits, sampling_defaults
 from .service import Service
 from .templates import TemplateError, TemplateRenderer
 from .vocabulary import Vocabulary, load_vocabulary
@@ -46,7 +46,12 @@ class Tokenizer:
             )
         self._encoder = PromptEncoder(vocabulary, self._renderer, max_model_len)
         model = ModelInfo(
-            spec.served_names, max_model_len, spec.arch.vocab_size, int(time.time()), self._renderer is not None
+            spec.served_names,
+            max_model_len,
+            spec.arch.vocab_size,
+            int(time.time()),
+            self._renderer is not None,
+            sampling_defaults(spec.generation, spec.arch.vocab_size),
         )
         from_client: Decoder[ToTokenizer] = Decoder(ToTokenizer)
         from_scheduler: Decoder[FromScheduler] = Decoder(FromScheduler)
@@ -62,6 +67,7 @@ class Tokenizer:
                 spec.config.scheduler.max_queue_requests,
                 spec.config.scheduler.max_queue_tokens,
                 spec.config.scheduler.stop_on_loop,
+                spec.generation.max_new_tokens,
             ),
             max_encoding=spec.config.scheduler.max_queue_requests,
             to_client=lambda peer, message: self._clients.send(peer, message),

@@ -83,6 +83,7 @@ class _Recording:
         self.buffers: list[_Buffer] = []
         self._by_purpose: dict[tuple[str, int], int] = {}
         self.vocab_size = 0
+        self._head = 0
 
     def output(self, purpose: str, width: int, quantizes: bool = False) -> Value:
         """A place for a result; whatever was in it is gone. `quantizes`: the op that writes there can give codes."""
@@ -106,6 +107,19 @@ class _Recording:
         part = self.parts[-1]
         assert isinstance(part, list)
         part.append(Op(code=code, **fields))
+
+    def begin_head(self) -> None:
+        """What follows may be run again for other rows; in it the ranks exchange nothing."""
+        part = self.parts[-1]
+        assert isinstance(part, list)
+        self._head = len(part)
+
+    @property
+    def head(self) -> list[Op]:
+        """The operations of the head, which is the end of the last part."""
+        part = self.parts[-1]
+        assert isinstance(part, list)
+        return part[self._head :]
 
     def exchange(self, value: Value, comm: Comm) -> None:
         self.parts += [_Exchange(self.use(value), self.buffers[value.buffer].width, comm), []]
@@ -228,13 +242,17 @@ class NativeCpuBackend(Backend):
             self._flat = _FlatBatch(self._library, rows)
         return self._flat.fill(scheduled)
 
-    def compile(self, forward: Callable[[Any, NativeKV], Value]) -> "_Replay":
-        return _Replay(lambda batch, kv: self._recorded(forward, batch, kv))
+    def compile(self, body: Callable[[Any, NativeKV], Any], head: Callable[[Any, Any], Value]) -> "_Replay":
+        return _Replay(lambda batch, kv: self._recorded(body, head, batch, kv))
 
-    def _recorded(self, forward: Callable[[Any, NativeKV], Value], batch: Any, kv: NativeKV) -> "_Program":
+    def _recorded(
+        self, body: Callable[[Any, NativeKV], Any], head: Callable[[Any, Any], Value], batch: Any, kv: NativeKV
+    ) -> "_Program":
         self._recording = _Recording()
         try:
-            forward(batch, kv)
+            hidden = body(batch, kv)
+            self._recording.begin_head()
+            head(hidden, batch)
             return self._program(self._recording, kv)
         finally:
             self._recording = None
@@ -392,6 +410,11 @@ class _Replay(Compiled):
     def __call__(self, batch: Step | ForwardBatch, kv: NativeKV) -> torch.Tensor:
         return self._program_for(batch, kv).logits(batch)
 
+    def more_logits(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
+        if self._program is None:
+            raise RuntimeError("no batch has been run yet")
+        return self._program.more_logits(token_rows)
+
     def best_ids(self, batch: Step | ForwardBatch, kv: NativeKV) -> NDArray[np.int64]:
         return _known(self._program_for(batch, kv).best_ids(batch))
 
@@ -410,6 +433,8 @@ class _Program:
         self._parts: list[ctypes.Array[Op] | _Exchange] = [
             part if isinstance(part, _Exchange) else (Op * len(part))(*part) for part in recording.parts
         ]
+        self._head = (Op * len(recording.head))(*recording.head)
+        self._last: Step | None = None
 
     def logits(self, batch: Step | ForwardBatch) -> torch.Tensor:
         """[S, vocabulary] float32, good until the next run."""
@@ -420,6 +445,18 @@ class _Program:
         self._run(step)
         return self._logits[: step.rows]
 
+    def more_logits(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
+        """[R, vocabulary] float32 of flat tokens of the last batch, good until the next run."""
+        assert self._last is not None, "a program is made to be run"
+        rows = np.ascontiguousarray(token_rows, dtype=np.int64)
+        if len(rows) > self._logits.shape[0]:
+            self._logits = torch.empty(len(rows), self._vocab_size)
+        step = Step.from_buffer_copy(self._last)
+        step.rows, step.logits_rows = len(rows), rows.ctypes.data
+        step.logits, step.best_ids = self._logits.data_ptr(), None
+        self._engine.run(self._head, step)
+        return self._logits[: len(rows)]
+
     def best_ids(self, batch: Step | ForwardBatch) -> NDArray[np.int64]:
         """[S], of the largest logits; -1 where one is NaN."""
         step = _as_step(batch)
@@ -429,6 +466,7 @@ class _Program:
         return ids
 
     def _run(self, step: Step) -> None:
+        self._last = step
         for part in self._parts:
             if isinstance(part, _Exchange):
                 values = self._engine.values(part.buffer, step.tokens, part.width)

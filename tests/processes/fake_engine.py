@@ -25,6 +25,8 @@ from ipc.messages import (
     Abort,
     ChatPrompt,
     Delta,
+    Detokenize,
+    Detokenized,
     Failed,
     Finished,
     FinishReason,
@@ -34,8 +36,12 @@ from ipc.messages import (
     ModelInfo,
     Outputs,
     PositionLogprobs,
+    PromptInfo,
+    PromptPosition,
     Stats,
     TextPrompt,
+    Tokenize,
+    Tokenized,
     TokenLogprob,
     ToTokenizer,
     Welcome,
@@ -55,6 +61,37 @@ def prompt_length(request: Generate) -> int:
     if isinstance(prompt, ChatPrompt):
         return sum(len(message.content) for message in prompt.messages)
     return len(prompt.text) if isinstance(prompt, TextPrompt) else len(unpack_ints(prompt.token_ids))
+
+
+def tokenized(request: Tokenize) -> Tokenized:
+    """A token for each character, its code; a chat's messages are written one a line, each behind its role."""
+    prompt = request.prompt
+    if isinstance(prompt, ChatPrompt):
+        text = "".join(f"{message.role}: {message.content}\n" for message in prompt.messages)
+        text += "assistant:" if prompt.add_generation_prompt else ""
+    else:
+        text = prompt.text
+    text = ("^" if request.add_special_tokens else "") + text
+    spelled = tuple(text) if request.return_token_strs else ()
+    return Tokenized(request.request_id, pack_ints(map(ord, text)), spelled)
+
+
+def prompt_info(request: Generate) -> PromptInfo:
+    """Every token of a prompt is "p" and its number; it has a log-probability of minus that, and that as its rank."""
+    count = prompt_length(request)
+    prompt = request.prompt
+    text = prompt.text if isinstance(prompt, TextPrompt) else "".join(f"p{at}" for at in range(count))
+    asked = request.params.prompt_logprobs
+    positions = [
+        PromptPosition(
+            TokenLogprob(500 + at, f"p{at}", f"p{at}".encode(), -float(at)),
+            at,
+            tuple(TokenLogprob(600 + rank, f"t{rank}", b"t", -rank / 8) for rank in range(asked or 0)),
+        )
+        for at in range(1, count if asked is not None else 0)
+    ]
+    ids = pack_ints(500 + at for at in range(count))
+    return PromptInfo(request.request_id, ids, text, pack_ints(range(count)), "p0", tuple(positions))
 
 
 def last_line(request: Generate) -> str:
@@ -116,6 +153,11 @@ class FakeEngine:
             with self._changed:
                 self.aborted.add(message.request_id)
                 self._changed.notify_all()
+        elif isinstance(message, Tokenize):
+            self._router.send(peer, tokenized(message))
+        elif isinstance(message, Detokenize):
+            text = "".join(map(chr, unpack_ints(message.token_ids)))
+            self._router.send(peer, Detokenized(message.request_id, text))
         elif isinstance(message, Generate):
             with self._changed:
                 self.requests.append(message)
@@ -148,7 +190,9 @@ class FakeEngine:
         while kind == "flood":
             self._send(peer, Delta(name, 0, "x" * 65536, pack_ints([1])))
             await asyncio.sleep(0.001)
-        asked = request.params.max_tokens or MOST_TOKENS
+        if request.return_prompt or request.params.prompt_logprobs is not None:
+            self._send(peer, prompt_info(request))
+        asked = MOST_TOKENS if request.params.max_tokens is None else request.params.max_tokens
         reason: FinishReason = "length" if asked <= MOST_TOKENS else "stop"
         count = min(asked, MOST_TOKENS)
         stop_reason = None
@@ -177,10 +221,10 @@ class FakeEngine:
                 TokenLogprob(100 + rank, f"other{rank}", f"other{rank}".encode(), float("-inf"))
                 for rank in range(request.params.logprobs)
             ]
-            logprobs = (PositionLogprobs(chosen, tuple(others)),)
+            logprobs = (PositionLogprobs(chosen, tuple(others), position * len(text)),)
         return Delta(request.request_id, choice, text, pack_ints([position]), logprobs)
 
-    def _send(self, peer: bytes, *items: Delta | Finished | Failed) -> None:
+    def _send(self, peer: bytes, *items: Delta | Finished | Failed | PromptInfo) -> None:
         self._router.send(peer, Outputs(items))
 
     def wait_for_request(self, external_id: str, timeout: float = 10) -> Generate:

@@ -72,6 +72,7 @@ class Bench:
         max_queue_requests: int = 1000,
         max_queue_tokens: int = 100_000,
         stop_on_loop: int = 0,
+        max_new_tokens: int | None = None,
     ) -> None:
         self.sent: list[tuple[bytes, ToClient]] = []
         self.asked: list[ToScheduler] = []
@@ -80,7 +81,7 @@ class Bench:
         self.service = Service(
             VOCABULARY,
             encoder or PromptEncoder(VOCABULARY, None, model.max_model_len),
-            Limits(model, (EOS,), pool_tokens, max_queue_requests, max_queue_tokens, stop_on_loop),
+            Limits(model, (EOS,), pool_tokens, max_queue_requests, max_queue_tokens, stop_on_loop, max_new_tokens),
             max_encoding=2,
             to_client=lambda peer, message: self.sent.append((peer, message)) is None,
             to_scheduler=self._ask,
