@@ -5,7 +5,7 @@ Orchestrator: only wiring belongs here. Handlers are in `handlers` and `health`,
 
 from aiohttp import web
 
-from . import handlers, health
+from . import embeddings, handlers, health
 from .middleware import add_headers, expect, guard
 from .service import SERVICE, Service
 from .streaming import KeepAlive
@@ -19,6 +19,7 @@ def make_app(service: Service, keep_alive: KeepAlive) -> web.Application:
     app.on_response_prepare.append(add_headers)
     app.router.add_post("/v1/chat/completions", handlers.chat_completions, expect_handler=expect)
     app.router.add_post("/v1/completions", handlers.completions, expect_handler=expect)
+    app.router.add_post("/v1/embeddings", embeddings.embeddings, expect_handler=expect)
     app.router.add_get("/v1/models", handlers.list_models, expect_handler=expect)
     app.router.add_get("/v1/models/{id:.+}", handlers.get_model, expect_handler=expect)
     app.router.add_get("/health/live", health.live, expect_handler=expect)

@@ -37,7 +37,7 @@ class Job(Struct, frozen=True):
 
 def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
     """The job of a chat request."""
-    _check_model(body.model, model)
+    check_model(body.model, model)
     _refuse_unsupported(body)
     for name in ("tools", "functions"):
         if getattr(body, name):
@@ -67,11 +67,11 @@ def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
 
 def completion_job(body: protocol.CompletionRequest, model: ModelInfo) -> Job:
     """The job of a completion request."""
-    _check_model(body.model, model)
+    check_model(body.model, model)
     _refuse_unsupported(body)
     if body.suffix is not None:
         raise _not_yet("suffix")
-    prompts = _prompts(body.prompt)
+    prompts = prompts_of(body.prompt)
     echo: tuple[str, ...] = ()
     if body.echo:
         if body.logprobs is not None:
@@ -91,7 +91,8 @@ def _not_yet(name: str) -> ApiError:
     return ApiError(400, f"{name} is not supported yet", param=name)
 
 
-def _check_model(name: str, model: ModelInfo) -> None:
+def check_model(name: str, model: ModelInfo) -> None:
+    """404 for a model that is not served."""
     if name not in model.names:
         raise ApiError(
             404,
@@ -136,28 +137,28 @@ def _part_text(where: str, part: protocol.ContentPart) -> str:
     return part.text
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[TextPrompt | TokenPrompt, ...]:
-    """The prompts of a completion request: a text, several, a list of token ids, or several of those."""
-    if isinstance(prompt, str):
-        return (TextPrompt(prompt),)
-    if not prompt:
-        raise ApiError(400, "prompt must not be empty", param="prompt")
-    if all(isinstance(item, int) for item in prompt):
-        return (_token_prompt(prompt),)  # type: ignore[arg-type]
-    if len(prompt) > MAX_PROMPTS:
-        raise ApiError(400, f"prompt may have at most {MAX_PROMPTS} prompts, not {len(prompt)}", param="prompt")
-    if all(isinstance(item, str) for item in prompt):
-        return tuple(TextPrompt(text) for text in prompt)  # type: ignore[arg-type]
-    if all(isinstance(item, list) for item in prompt):
-        return tuple(_token_prompt(ids) for ids in prompt)  # type: ignore[arg-type]
-    raise ApiError(400, "prompt must be a string, strings, token ids or lists of token ids, not a mix", param="prompt")
+def prompts_of(given: str | list[str | int | list[int]], param: str = "prompt") -> tuple[TextPrompt | TokenPrompt, ...]:
+    """A text, several, a list of token ids, or several of those; `param` is the field that they came in."""
+    if isinstance(given, str):
+        return (TextPrompt(given),)
+    if not given:
+        raise ApiError(400, f"{param} must not be empty", param=param)
+    if all(isinstance(item, int) for item in given):
+        return (_token_prompt(given, param),)  # type: ignore[arg-type]
+    if len(given) > MAX_PROMPTS:
+        raise ApiError(400, f"{param} may have at most {MAX_PROMPTS} prompts, not {len(given)}", param=param)
+    if all(isinstance(item, str) for item in given):
+        return tuple(TextPrompt(text) for text in given)  # type: ignore[arg-type]
+    if all(isinstance(item, list) for item in given):
+        return tuple(_token_prompt(ids, param) for ids in given)  # type: ignore[arg-type]
+    raise ApiError(400, f"{param} must be a string, strings, token ids or lists of token ids, not a mix", param=param)
 
 
-def _token_prompt(ids: Sequence[int]) -> TokenPrompt:
+def _token_prompt(ids: Sequence[int], param: str) -> TokenPrompt:
     try:
         return TokenPrompt(pack_ints(ids))
     except OverflowError:
-        raise ApiError(400, "prompt: a token id does not fit 32 bits", param="prompt") from None
+        raise ApiError(400, f"{param}: a token id does not fit 32 bits", param=param) from None
 
 
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:

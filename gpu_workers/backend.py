@@ -30,12 +30,20 @@ LoadedWeight = torch.Tensor | QuantizedWeight  # [N, K] as it comes from a check
 class Compiled:
     """A forward that runs on batches from `Backend.prepare`."""
 
-    def __init__(self, forward: Callable[[Any, Any], torch.Tensor]) -> None:
-        self._forward = forward
+    def __init__(self, body: Callable[[Any, Any], torch.Tensor], head: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._body = body
+        self._head = head
+        self._hidden: torch.Tensor | None = None
 
     def __call__(self, batch: Any, kv: Any) -> torch.Tensor:
         """[S, vocabulary] float32 logits, good until the next run."""
-        return self._forward(batch, kv)
+        self._hidden = self._body(batch, kv)
+        return self._head(self._hidden)
+
+    def hidden(self, count: int) -> torch.Tensor:
+        """[count, hidden] float32: what went into the head in the last run, of so many rows."""
+        assert self._hidden is not None
+        return self._hidden.float()
 
     @torch.inference_mode()
     def best_ids(self, batch: Any, kv: Any) -> NDArray[np.int64]:
@@ -100,9 +108,9 @@ class Backend(ABC):
         """
         return prepare(rows, scheduled, self.device)
 
-    def compile(self, forward: Callable[[Any, Any], Array]) -> "Compiled":
-        """`forward(batch, kv)` as something that runs."""
-        return Compiled(forward)
+    def compile(self, body: Callable[[Any, Any], Array], head: Callable[[Array], Array]) -> "Compiled":
+        """`head(body(batch, kv))` as something that runs; the body gives the hidden states [S, hidden] of its batch."""
+        return Compiled(body, head)
 
     @abstractmethod
     def embed(self, table: Weight, batch: ForwardBatch, first: int = 0) -> Array:

@@ -32,6 +32,9 @@ class Model(Protocol):
     def forward(self, batch: Any, kv: Any) -> torch.Tensor:
         """[S, vocab] float32 logits of a batch that the backend has prepared, good until the next forward."""
 
+    def hidden(self, count: int) -> torch.Tensor:
+        """[count, hidden] float32: the states of which the last forward, of so many rows, made logits."""
+
     def best_ids(self, batch: Any, kv: Any) -> NDArray[np.int64]:
         """With one rank, instead: the ids [S] of the largest logits, the lowest one of equals.
 
@@ -66,6 +69,7 @@ class Runner:
         self._rows = Rows(max_seqs, max_model_len, num_blocks, block_size, model.arch.vocab_size)
         self._sampler = SamplerState(max_seqs, model.arch.vocab_size)
         self._copier = BlockCopier(model.backend, kv, num_blocks, host_kv, num_host_blocks)
+        self._pooled = np.zeros(max_seqs, dtype=np.bool_)  # rows of requests for embeddings
         self._last_step: int | None = None
         self._ended = time.perf_counter_ns()
 
@@ -89,6 +93,7 @@ class Runner:
         self._sampler.free(self._rows.update(plan).tolist())
         for new in plan.new_rows:
             self._sampler.add(new)
+            self._pooled[new.row] = bool(new.pooling)
         prepared = self._model.backend.prepare(self._rows, plan.scheduled)
         if prepared is None:
             return StepResult(step=plan.step, token_ids=b"") if self._comm.rank == 0 else None
@@ -105,6 +110,7 @@ class Runner:
                 logits = self._model.forward(prepared.batch, self._kv)
                 forward_done = time.perf_counter_ns()
                 token_ids, logprobs = self._sample(logits, sampling_rows)
+        embeddings = self._embeddings(sampling_rows)
         self._rows.append(sampling_rows, token_ids)
         self._sampler.record(sampling_rows, token_ids)
         if self._comm.rank != 0:
@@ -117,7 +123,20 @@ class Runner:
             prepare_us=(prepare_done - started) // 1000,
             forward_us=(forward_done - prepare_done) // 1000,
             sample_us=(time.perf_counter_ns() - forward_done) // 1000,
+            embeddings=embeddings,
         )
+
+    def _embeddings(self, rows: Ints) -> tuple[bytes, ...]:
+        """Of the step that has just run: for pooled rows, the last hidden state divided by its length."""
+        pooled = self._pooled[rows]
+        if self._comm.rank != 0 or not pooled.any():
+            return ()
+        states = self._model.hidden(len(rows)).cpu().numpy().astype(np.float64)
+        lengths = np.linalg.norm(states, axis=1, keepdims=True)
+        if not np.isfinite(lengths[pooled]).all():
+            raise FloatingPointError("the model computed hidden states that are not finite numbers")
+        unit = (states / np.maximum(lengths, np.finfo(np.float32).tiny)).astype("<f4")
+        return tuple(row.tobytes() if wanted else b"" for row, wanted in zip(unit, pooled, strict=True))
 
     def _sample(self, logits: torch.Tensor, rows: Ints) -> tuple[NDArray[np.int64], tuple[RawLogprobs | None, ...]]:
         token_ids = np.zeros(len(rows), dtype=np.int64)

@@ -95,6 +95,9 @@ class SamplingParams(Message, frozen=True):
     prompt_logprobs: int | None = None  # None: none; k: of each prompt token, and of the k best there
 
 
+Pooling = Literal["", "last"]  # not empty: no output but an embedding, the hidden state of the prompt's last token
+
+
 class Generate(Message, frozen=True):
     request_id: int  # unique among the live requests of this client
     prompt: TextPrompt | ChatPrompt | TokenPrompt
@@ -105,6 +108,7 @@ class Generate(Message, frozen=True):
     priority: int = 0  # lower goes first, under the priority policy
     ttft_target_ms: float | None = None  # refuse at once when the first token is predicted to come later
     cache_pin_seconds: float = 0.0  # keep the prompt's KV cached at least this long
+    pooling: Pooling = ""
 
 
 class Abort(Message, frozen=True):
@@ -172,6 +176,7 @@ class Finished(Message, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    embedding: bytes = b""  # float32, of length 1; where the request asked for `pooling`
 
 
 class Failed(Message, frozen=True):
@@ -234,6 +239,7 @@ class Submit(Message, frozen=True):
     ttft_target_ms: float | None = None  # None: the scheduler's own setting
     cache_pin_seconds: float = 0.0
     stop_on_loop: int = 0
+    pooling: Pooling = ""
 
 
 class AbortRequests(Message, frozen=True):
@@ -279,6 +285,7 @@ class RowOutput(Message, frozen=True):
     cached_tokens: int = 0
     logprobs: tuple[RawLogprobs, ...] = ()
     loop: bool = False  # `finish` is "stop" because the output repeats itself
+    embedding: bytes = b""  # float32, with the one token of a request with `pooling`
 
 
 class StepOutputs(Message, frozen=True):
@@ -305,6 +312,7 @@ class NewRow(Message, frozen=True):
     num_prompt: int  # of which this many are the prompt (penalties and RNG counters count outputs from here)
     block_ids: bytes  # int32, the block table so far, shared prefix first
     sampling: SamplingSpec
+    pooling: Pooling = ""
 
 
 class StepPlan(Message, frozen=True):
@@ -349,6 +357,7 @@ class StepResult(Message, frozen=True):
     forward_us: int = 0
     sample_us: int = 0
     between_us: int = 0
+    embeddings: tuple[bytes, ...] = ()  # empty, or float32 [hidden] for each row with `pooling` and b"" for the others
 
 
 class StepFailed(Message, frozen=True):

@@ -28,6 +28,7 @@ MIN_TTFT_TARGET_MS = 1.0
 MAX_TTFT_TARGET_MS = 3_600_000.0
 MAX_PIN_SECONDS = 3600.0
 MAX_NAME = 128  # characters of a namespace, a tenant or an external id
+POOLINGS = ("last",)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _INT64 = 1 << 63
@@ -112,6 +113,16 @@ def validate_generate(request: Generate, model: ModelInfo) -> None:
         tenant=request.tenant,
     )
     validate(request.prompt, request.params, model)
+    if request.pooling:
+        check_pooling(request.pooling, request.params)
+
+
+def check_pooling(pooling: str, params: SamplingParams) -> None:
+    """Raise `InvalidRequest` unless this is a way to make an embedding, and one is asked for."""
+    if pooling not in POOLINGS:
+        raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}", "pooling")
+    if params.max_tokens != 1 or params.n != 1:
+        raise InvalidRequest("with pooling, max_tokens and n must be 1: the answer is one embedding", "pooling")
 
 
 def check_characters(name: str, value: str, most: int) -> None:

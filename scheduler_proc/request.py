@@ -51,6 +51,7 @@ class Request:
         "peer",
         "pin_seconds",
         "plan_after",
+        "pooling",
         "preemptions",
         "priority",
         "promised",
@@ -78,6 +79,7 @@ class Request:
         self.pin_seconds = submit.cache_pin_seconds
         self.min_tokens = submit.min_tokens
         self.sampling: SamplingSpec = submit.sampling
+        self.pooling = submit.pooling
         stops: array[int] = array("i")
         stops.frombytes(submit.stop_token_ids)
         self.stop_token_ids = frozenset(stops)

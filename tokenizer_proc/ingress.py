@@ -113,6 +113,7 @@ def submits(request_ids: Sequence[int], prompt: Sequence[int], message: Generate
             ttft_target_ms=message.ttft_target_ms,
             cache_pin_seconds=message.cache_pin_seconds,
             stop_on_loop=limits.stop_on_loop if params.stop_on_loop is None else params.stop_on_loop,
+            pooling=message.pooling,
         )
 
 

@@ -204,18 +204,21 @@ class NativeCpuBackend(Backend):
             self._flat = _FlatBatch(self._library, rows)
         return self._flat.fill(scheduled)
 
-    def compile(self, forward: Callable[[Any, NativeKV], Value]) -> "_Replay":
-        return _Replay(lambda batch, kv: self._recorded(forward, batch, kv))
+    def compile(self, body: Callable[[Any, NativeKV], Value], head: Callable[[Value], Value]) -> "_Replay":
+        return _Replay(lambda batch, kv: self._recorded(body, head, batch, kv))
 
-    def _recorded(self, forward: Callable[[Any, NativeKV], Value], batch: Any, kv: NativeKV) -> "_Program":
+    def _recorded(
+        self, body: Callable[[Any, NativeKV], Value], head: Callable[[Value], Value], batch: Any, kv: NativeKV
+    ) -> "_Program":
         self._recording = _Recording()
         try:
-            forward(batch, kv)
-            return self._program(self._recording, kv)
+            hidden = body(batch, kv)
+            head(hidden)
+            return self._program(self._recording, hidden, kv)
         finally:
             self._recording = None
 
-    def _program(self, recording: _Recording, kv: NativeKV) -> "_Program":
+    def _program(self, recording: _Recording, hidden: Value, kv: NativeKV) -> "_Program":
         sizes = AttentionSizes(
             num_heads=self._num_heads,
             num_kv_heads=kv.num_kv_heads,
@@ -227,7 +230,7 @@ class NativeCpuBackend(Backend):
             sin=self._sin.data_ptr(),
             kv=kv.pool.ctypes.data,
         )
-        return _Program(self._engine, recording, sizes, kv)
+        return _Program(self._engine, recording, recording.use(hidden), sizes, kv)
 
     @property
     def _record(self) -> _Recording:
@@ -374,12 +377,17 @@ class _Replay(Compiled):
             raise FloatingPointError("the model computed logits that are not numbers (NaN)")
         return ids
 
+    def hidden(self, count: int) -> torch.Tensor:
+        assert self._program is not None
+        return self._program.hidden(count)
+
 
 class _Program:
-    """A recording that can be run, on the pool `kv`."""
+    """A recording that can be run, on the pool `kv`; `hidden` is the number of the buffer that the head reads."""
 
-    def __init__(self, engine: Engine, recording: _Recording, sizes: AttentionSizes, kv: NativeKV) -> None:
+    def __init__(self, engine: Engine, recording: _Recording, hidden: int, sizes: AttentionSizes, kv: NativeKV) -> None:
         self.kv = kv
+        self._hidden, self._width = hidden, recording.buffers[hidden].width
         self._engine = engine
         self._vocab_size = recording.vocab_size
         # Kept, as fresh pages for as much memory in every step take longer than the head's products.
@@ -406,6 +414,10 @@ class _Program:
         step.logits, step.best_ids = None, ids.ctypes.data
         self._run(step)
         return ids
+
+    def hidden(self, count: int) -> torch.Tensor:
+        """[count, hidden], as the last run left them."""
+        return self._engine.values(self._hidden, count, self._width)
 
     def _run(self, step: Step) -> None:
         for part in self._parts:

@@ -60,7 +60,7 @@ class LlamaModel:
         del table, head
         self._norm = backend.load_norm(weights.take("model.norm.weight"))
         self._layers = [self._load_layer(weights, index) for index in range(arch.num_layers)]
-        self._run = backend.compile(self._local_logits)
+        self._run = backend.compile(self._hidden_states, self._local_logits)
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,11 @@ class LlamaModel:
         """
         return self._run.best_ids(batch, kv)
 
-    def _local_logits(self, batch: ForwardBatch, kv: Any) -> Array:
+    def hidden(self, count: int) -> torch.Tensor:
+        """[count, hidden] float32: the states of which the last forward, of so many `logits_rows`, made logits."""
+        return self._run.hidden(count)
+
+    def _hidden_states(self, batch: ForwardBatch, kv: Any) -> Array:
         backend, eps = self.backend, self.arch.rms_norm_eps
         residual = self._embed(batch)
         x = backend.rms_norm(residual, self._layers[0].attention_norm, eps)
@@ -177,7 +181,10 @@ class LlamaModel:
             x = self._sum_over_ranks(backend.linear(x, layer.down))
         x, residual = (backend.select_logits_rows(part, batch) for part in (x, residual))
         x, _ = backend.add_rms_norm(x, residual, self._norm, eps)
-        return backend.logits(x, self._head)
+        return x
+
+    def _local_logits(self, hidden: Array) -> Array:
+        return self.backend.logits(hidden, self._head)
 
     def _embed(self, batch: ForwardBatch) -> Array:
         rows = self.backend.embed(self._embedding, batch, self._vocab_start)
