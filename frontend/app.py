@@ -5,7 +5,7 @@ Orchestrator: only wiring belongs here. Handlers are in `handlers` and `health`,
 
 from aiohttp import web
 
-from . import handlers, health, tokenize
+from . import embeddings, handlers, health, tokenize
 from .middleware import add_headers, expect, guard
 from .service import SERVICE, Service
 from .streaming import KeepAlive
@@ -21,6 +21,7 @@ def make_app(service: Service, keep_alive: KeepAlive) -> web.Application:
     app.router.add_post("/v1/completions", handlers.completions, expect_handler=expect)
     app.router.add_post("/tokenize", tokenize.tokenize, expect_handler=expect)
     app.router.add_post("/detokenize", tokenize.detokenize, expect_handler=expect)
+    app.router.add_post("/v1/embeddings", embeddings.embeddings, expect_handler=expect)
     app.router.add_get("/v1/models", handlers.list_models, expect_handler=expect)
     app.router.add_get("/v1/models/{id:.+}", handlers.get_model, expect_handler=expect)
     app.router.add_get("/health/live", health.live, expect_handler=expect)

@@ -33,6 +33,9 @@ class Model(Protocol):
     def forward(self, batch: Any, kv: Any) -> torch.Tensor:
         """[S, vocab] float32 logits of a batch that the backend has prepared, good until the next forward."""
 
+    def states(self, count: int) -> torch.Tensor:
+        """[count, hidden] float32: what the last forward, of so many rows, made logits of."""
+
     def best_ids(self, batch: Any, kv: Any) -> NDArray[np.int64]:
         """With one rank, instead: the ids [S] of the largest logits, the lowest one of equals.
 
@@ -71,6 +74,7 @@ class Runner:
         self._sampler = SamplerState(max_seqs, model.arch.vocab_size)
         self._scorer = PromptScorer(self._rows)
         self._copier = BlockCopier(model.backend, kv, num_blocks, host_kv, num_host_blocks)
+        self._pooled = np.zeros(max_seqs, dtype=np.bool_)  # rows of requests for embeddings
         self._last_step: int | None = None
         self._ended = time.perf_counter_ns()
 
@@ -97,6 +101,7 @@ class Runner:
         for new in plan.new_rows:
             self._sampler.add(new)
             self._scorer.add(new)
+            self._pooled[new.row] = bool(new.pooling)
         prepared = self._model.backend.prepare(self._rows, plan.scheduled)
         if prepared is None:
             return StepResult(step=plan.step, token_ids=b"") if self._comm.rank == 0 else None
@@ -113,6 +118,7 @@ class Runner:
                 logits = self._model.forward(prepared.batch, self._kv)
                 forward_done = time.perf_counter_ns()
                 token_ids, logprobs = self._sample(logits, sampling_rows)
+        embeddings = self._embeddings(sampling_rows)
         self._rows.append(sampling_rows, token_ids)
         self._sampler.record(sampling_rows, token_ids)
         sample_done = time.perf_counter_ns()
@@ -129,7 +135,20 @@ class Runner:
             sample_us=(sample_done - forward_done) // 1000,
             prompt_scores=scores,
             score_us=(time.perf_counter_ns() - sample_done) // 1000,
+            embeddings=embeddings,
         )
+
+    def _embeddings(self, rows: Ints) -> tuple[bytes, ...]:
+        """Of the step that has just run: for pooled rows, the last hidden state divided by its length."""
+        pooled = self._pooled[rows]
+        if self._comm.rank != 0 or not pooled.any():
+            return ()
+        states = self._model.states(len(rows)).cpu().numpy().astype(np.float64)
+        lengths = np.linalg.norm(states, axis=1, keepdims=True)
+        if not np.isfinite(lengths[pooled]).all():
+            raise FloatingPointError("the model computed hidden states that are not finite numbers")
+        unit = (states / np.maximum(lengths, np.finfo(np.float32).tiny)).astype("<f4")
+        return tuple(row.tobytes() if wanted else b"" for row, wanted in zip(unit, pooled, strict=True))
 
     def _sample(self, logits: torch.Tensor, rows: Ints) -> tuple[NDArray[np.int64], tuple[RawLogprobs | None, ...]]:
         token_ids = np.zeros(len(rows), dtype=np.int64)

@@ -95,6 +95,9 @@ class SamplingParams(Message, frozen=True):
     prompt_logprobs: int | None = None  # None: none; k: of each prompt token, and of the k best there
 
 
+Pooling = Literal["", "last"]  # not empty: no output but an embedding, the hidden state of the prompt's last token
+
+
 class Generate(Message, frozen=True):
     request_id: int  # unique among the live requests of this client
     prompt: TextPrompt | ChatPrompt | TokenPrompt
@@ -106,6 +109,7 @@ class Generate(Message, frozen=True):
     ttft_target_ms: float | None = None  # refuse at once when the first token is predicted to come later
     cache_pin_seconds: float = 0.0  # keep the prompt's KV cached at least this long
     return_prompt: bool = False  # answer with `PromptInfo` first, as also `params.prompt_logprobs` makes it
+    pooling: Pooling = ""
 
 
 class Abort(Message, frozen=True):
@@ -221,6 +225,7 @@ class Finished(Message, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    embedding: bytes = b""  # float32, of length 1; where the request asked for `pooling`
 
 
 class Failed(Message, frozen=True):
@@ -302,6 +307,7 @@ class Submit(Message, frozen=True):
     cache_pin_seconds: float = 0.0
     stop_on_loop: int = 0
     score_prompt: bool = False  # its sampling wants log-probabilities of the prompt, so no cached KV stands in for it
+    pooling: Pooling = ""
 
 
 class AbortRequests(Message, frozen=True):
@@ -359,6 +365,7 @@ class RowOutput(Message, frozen=True):
     logprobs: tuple[RawLogprobs, ...] = ()
     loop: bool = False  # `finish` is "stop" because the output repeats itself
     prompt_scores: PromptScores | None = None  # those that follow the ones before
+    embedding: bytes = b""  # float32, with the one token of a request with `pooling`
 
 
 class StepOutputs(Message, frozen=True):
@@ -386,6 +393,7 @@ class NewRow(Message, frozen=True):
     block_ids: bytes  # int32, the block table so far, shared prefix first
     sampling: SamplingSpec
     num_scored: int = 0  # of the prompt log-probabilities that it asks for, those that are known already
+    pooling: Pooling = ""
 
 
 class StepPlan(Message, frozen=True):
@@ -432,6 +440,7 @@ class StepResult(Message, frozen=True):
     between_us: int = 0
     prompt_scores: tuple[PromptScores, ...] = ()  # of the scheduled rows that want them, in order
     score_us: int = 0  # spent on those
+    embeddings: tuple[bytes, ...] = ()  # empty, or float32 [hidden] for each row with `pooling` and b"" for the others
 
 
 class StepFailed(Message, frozen=True):

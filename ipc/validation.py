@@ -42,6 +42,7 @@ MAX_PIN_SECONDS = 3600.0
 MAX_TOKENIZE_BYTES = 1 << 20
 MAX_DETOKENIZE = 1 << 18  # token ids
 MAX_NAME = 128  # characters of a namespace, a tenant or an external id
+POOLINGS = ("last",)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _INT64 = 1 << 63
@@ -133,6 +134,16 @@ def validate_generate(request: Generate, model: ModelInfo) -> None:
         return_prompt=request.return_prompt,
     )
     validate(request.prompt, request.params, model)
+    if request.pooling:
+        check_pooling(request.pooling, request.params)
+
+
+def check_pooling(pooling: str, params: SamplingParams) -> None:
+    """Raise `InvalidRequest` unless this is a way to make an embedding, and one is asked for."""
+    if pooling not in POOLINGS:
+        raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}", "pooling")
+    if params.max_tokens != 1 or params.n != 1:
+        raise InvalidRequest("with pooling, max_tokens and n must be 1: the answer is one embedding", "pooling")
 
 
 def validate_tokenize(request: Tokenize, model: ModelInfo) -> None:

@@ -242,22 +242,33 @@ class NativeCpuBackend(Backend):
             self._flat = _FlatBatch(self._library, rows)
         return self._flat.fill(scheduled)
 
-    def compile(self, body: Callable[[Any, NativeKV], Any], head: Callable[[Any, Any], Value]) -> "_Replay":
-        return _Replay(lambda batch, kv: self._recorded(body, head, batch, kv))
+    def compile(
+        self,
+        body: Callable[[Any, NativeKV], Any],
+        select: Callable[[Any, Any], Value],
+        head: Callable[[Value], Value],
+    ) -> "_Replay":
+        return _Replay(lambda batch, kv: self._recorded(body, select, head, batch, kv))
 
     def _recorded(
-        self, body: Callable[[Any, NativeKV], Any], head: Callable[[Any, Any], Value], batch: Any, kv: NativeKV
+        self,
+        body: Callable[[Any, NativeKV], Any],
+        select: Callable[[Any, Any], Value],
+        head: Callable[[Value], Value],
+        batch: Any,
+        kv: NativeKV,
     ) -> "_Program":
         self._recording = _Recording()
         try:
-            hidden = body(batch, kv)
+            values = body(batch, kv)
             self._recording.begin_head()
-            head(hidden, batch)
-            return self._program(self._recording, kv)
+            states = select(values, batch)
+            head(states)
+            return self._program(self._recording, states, kv)
         finally:
             self._recording = None
 
-    def _program(self, recording: _Recording, kv: NativeKV) -> "_Program":
+    def _program(self, recording: _Recording, states: Value, kv: NativeKV) -> "_Program":
         sizes = AttentionSizes(
             num_heads=self._num_heads,
             num_kv_heads=kv.num_kv_heads,
@@ -269,7 +280,7 @@ class NativeCpuBackend(Backend):
             sin=self._sin.data_ptr(),
             kv=kv.pool.ctypes.data,
         )
-        return _Program(self._engine, recording, sizes, kv)
+        return _Program(self._engine, recording, recording.use(states), sizes, kv)
 
     @property
     def _record(self) -> _Recording:
@@ -418,12 +429,18 @@ class _Replay(Compiled):
     def best_ids(self, batch: Step | ForwardBatch, kv: NativeKV) -> NDArray[np.int64]:
         return _known(self._program_for(batch, kv).best_ids(batch))
 
+    def states(self, count: int) -> torch.Tensor:
+        if self._program is None:
+            raise RuntimeError("no batch has been run yet")
+        return self._program.states(count)
+
 
 class _Program:
-    """A recording that can be run, on the pool `kv`."""
+    """A recording that can be run, on the pool `kv`; `states` is the number of the buffer that the head reads."""
 
-    def __init__(self, engine: Engine, recording: _Recording, sizes: AttentionSizes, kv: NativeKV) -> None:
+    def __init__(self, engine: Engine, recording: _Recording, states: int, sizes: AttentionSizes, kv: NativeKV) -> None:
         self.kv = kv
+        self._states, self._width = states, recording.buffers[states].width
         self._engine = engine
         self._vocab_size = recording.vocab_size
         # Kept, as fresh pages for as much memory in every step take longer than the head's products.
@@ -464,6 +481,10 @@ class _Program:
         step.logits, step.best_ids = None, ids.ctypes.data
         self._run(step)
         return ids
+
+    def states(self, count: int) -> torch.Tensor:
+        """[count, hidden], as the last run left them."""
+        return self._engine.values(self._states, count, self._width)
 
     def _run(self, step: Step) -> None:
         self._last = step
