@@ -254,11 +254,14 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ),
     ] = None
     threads: Annotated[int, Meta(description="compute threads of each rank on a CPU", ge=1, le=1024)] | None = None
+    pin_threads: Annotated[
+        bool, Meta(description="bind each compute thread to a physical core of its own, so that ranks share none")
+    ] = False
     kernels: Annotated[
         Literal["auto", "native", "torch"],
         Meta(
             description="CPU kernels: compiled C++ (native), or plain torch operations (torch); auto: native where "
-            "there is a C++ compiler"
+            "they can be compiled"
         ),
     ] = "auto"
     deterministic: Annotated[
@@ -294,7 +297,7 @@ class SupervisorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All settings. Before `resolve`, fields may be None or "auto"; after it, only `quantization` and `kernels` are."""
+    """All settings. Before `resolve`, fields may be None or "auto"; after it, only `quantization` is."""
 
     model: ModelConfig = ModelConfig()
     server: ServerConfig = ServerConfig()
@@ -389,6 +392,7 @@ class ChildSpec(Struct, frozen=True, kw_only=True):
     kv_memory_bytes: int  # for each rank
     num_blocks: int  # KV blocks of each rank, decided by the memory plan
     num_host_blocks: int = 0  # likewise, of the host tier
+    cpus: tuple[int, ...] = ()  # ranks: what each compute thread is bound to; empty: nothing
     listen_fd: int = -1  # frontends: the bound TCP socket
     rendezvous_port: int = 0  # ranks: torch.distributed on loopback when tp > 1
     generation: GenerationDefaults = GenerationDefaults()

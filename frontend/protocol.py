@@ -177,6 +177,20 @@ class CompletionRequest(SamplingFields, kw_only=True):
     suffix: str | None = None
 
 
+class EmbeddingRequest(Struct, kw_only=True):
+    """Body of POST /v1/embeddings."""
+
+    model: str
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    user: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    # Refused with an explanation:
+    dimensions: int | None = None
+
+
+embedding_decoder = msgspec.json.Decoder(EmbeddingRequest)
 chat_decoder = msgspec.json.Decoder(ChatRequest)
 completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
@@ -271,6 +285,26 @@ class CompletionResponse(Struct, Generic[Choice], kw_only=True):
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # of chats: completions have them in their choices
     prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Embedding(Struct):
+    index: int
+    embedding: list[float] | str  # numbers, or base64 of little-endian float32
+    object: str = "embedding"
+
+
+class EmbeddingUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingResponse(Struct):
+    """Answer to an embedding request."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
 
 
 class Model(Struct):

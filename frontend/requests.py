@@ -79,7 +79,7 @@ def completion_job(body: protocol.CompletionRequest, model: ModelInfo) -> Job:
     max_tokens = body.max_tokens
     if max_tokens is None and model.defaults.max_tokens is None:
         max_tokens = min(DEFAULT_COMPLETION_TOKENS, model.max_model_len - 1)
-    return _job(body, _prompts(body.prompt), max_tokens, body.logprobs, model, {}, bool(body.echo))
+    return _job(body, prompts_of(body.prompt), max_tokens, body.logprobs, model, {}, bool(body.echo))
 
 
 def chat_prompt(
@@ -161,28 +161,28 @@ def _part_text(where: str, part: protocol.ContentPart) -> str:
     return part.text
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[TextPrompt | TokenPrompt, ...]:
-    """The prompts of a completion request: a text, several, a list of token ids, or several of those."""
-    if isinstance(prompt, str):
-        return (TextPrompt(prompt),)
-    if not prompt:
-        raise ApiError(400, "prompt must not be empty", param="prompt")
-    if all(isinstance(item, int) for item in prompt):
-        return (_token_prompt(prompt),)  # type: ignore[arg-type]
-    if len(prompt) > MAX_PROMPTS:
-        raise ApiError(400, f"prompt may have at most {MAX_PROMPTS} prompts, not {len(prompt)}", param="prompt")
-    if all(isinstance(item, str) for item in prompt):
-        return tuple(TextPrompt(text) for text in prompt)  # type: ignore[arg-type]
-    if all(isinstance(item, list) for item in prompt):
-        return tuple(_token_prompt(ids) for ids in prompt)  # type: ignore[arg-type]
-    raise ApiError(400, "prompt must be a string, strings, token ids or lists of token ids, not a mix", param="prompt")
+def prompts_of(given: str | list[str | int | list[int]], param: str = "prompt") -> tuple[TextPrompt | TokenPrompt, ...]:
+    """A text, several, a list of token ids, or several of those; `param` is the field that they came in."""
+    if isinstance(given, str):
+        return (TextPrompt(given),)
+    if not given:
+        raise ApiError(400, f"{param} must not be empty", param=param)
+    if all(isinstance(item, int) for item in given):
+        return (_token_prompt(given, param),)  # type: ignore[arg-type]
+    if len(given) > MAX_PROMPTS:
+        raise ApiError(400, f"{param} may have at most {MAX_PROMPTS} prompts, not {len(given)}", param=param)
+    if all(isinstance(item, str) for item in given):
+        return tuple(TextPrompt(text) for text in given)  # type: ignore[arg-type]
+    if all(isinstance(item, list) for item in given):
+        return tuple(_token_prompt(ids, param) for ids in given)  # type: ignore[arg-type]
+    raise ApiError(400, f"{param} must be a string, strings, token ids or lists of token ids, not a mix", param=param)
 
 
-def _token_prompt(ids: Sequence[int]) -> TokenPrompt:
+def _token_prompt(ids: Sequence[int], param: str) -> TokenPrompt:
     try:
         return TokenPrompt(pack_ints(ids))
     except OverflowError:
-        raise ApiError(400, "prompt: a token id does not fit 32 bits", param="prompt") from None
+        raise ApiError(400, f"{param}: a token id does not fit 32 bits", param=param) from None
 
 
 def _scored(asked: int | None, echoed: int | None, echo_only: bool) -> int | None:

@@ -1,6 +1,6 @@
 """The table of routes: the router and the OpenAPI document are both made from it, so that they cannot differ."""
 
-from . import handlers, health, protocol, tokenize
+from . import embeddings, handlers, health, protocol, tokenize
 from .messages_api import errors as messages_errors
 from .messages_api import handlers as messages
 from .messages_api.objects import ErrorEvent, MessageObject, TokenCount
@@ -73,6 +73,15 @@ ROUTES: tuple[Route, ...] = (
         example={"messages": [{"role": "user", "content": "Name three rivers."}]},
         error=ErrorEvent,
         overloaded=messages_errors.OVERLOADED,
+    ),
+    Route(
+        method="POST",
+        path="/v1/embeddings",
+        handler=embeddings.embeddings,
+        summary="Vectors that stand for texts",
+        body=protocol.EmbeddingRequest,
+        answer=protocol.EmbeddingResponse,
+        example={"input": ["Once upon a time", "In the beginning"]},
     ),
     Route(
         method="POST",

@@ -34,6 +34,9 @@ class Model(Protocol):
     def forward(self, batch: Any, kv: Any) -> torch.Tensor:
         """[S, vocab] float32 logits of a batch that the backend has prepared, good until the next forward."""
 
+    def states(self, count: int) -> torch.Tensor:
+        """[count, hidden] float32: what the last forward, of so many rows, made logits of."""
+
     def best_ids(self, batch: Any, kv: Any) -> NDArray[np.int64]:
         """With one rank, instead: the ids [S] of the largest logits, the lowest one of equals.
 
@@ -83,6 +86,7 @@ class Runner:
         self._scorer = PromptScorer(self._rows)
         self._grammars = grammars
         self._copier = BlockCopier(model.backend, kv, num_blocks, host_kv, num_host_blocks)
+        self._pooled = np.zeros(max_seqs, dtype=np.bool_)  # rows of requests for embeddings
         self._last_step: int | None = None
         self._ended = time.perf_counter_ns()
 
@@ -111,6 +115,7 @@ class Runner:
         for new in plan.new_rows:
             self._sampler.add(new)
             self._scorer.add(new)
+            self._pooled[new.row] = bool(new.pooling)
             if self._grammars is not None:
                 self._grammars.add(new)
         prepared = self._model.backend.prepare(self._rows, plan.scheduled)
@@ -131,6 +136,7 @@ class Runner:
                 forward_done = time.perf_counter_ns()
                 sampled = self._sample(logits, sampling_rows)
         token_ids = sampled.token_ids
+        embeddings = self._embeddings(sampling_rows)
         self._rows.append(sampling_rows, token_ids)
         self._sampler.record(sampling_rows, token_ids)
         sample_done = time.perf_counter_ns()
@@ -149,7 +155,20 @@ class Runner:
             sample_us=(sample_done - forward_done) // 1000,
             prompt_scores=scores,
             score_us=(time.perf_counter_ns() - sample_done) // 1000,
+            embeddings=embeddings,
         )
+
+    def _embeddings(self, rows: Ints) -> tuple[bytes, ...]:
+        """Of the step that has just run: for pooled rows, the last hidden state divided by its length."""
+        pooled = self._pooled[rows]
+        if self._comm.rank != 0 or not pooled.any():
+            return ()
+        states = self._model.states(len(rows)).cpu().numpy().astype(np.float64)
+        lengths = np.linalg.norm(states, axis=1, keepdims=True)
+        if not np.isfinite(lengths[pooled]).all():
+            raise FloatingPointError("the model computed hidden states that are not finite numbers")
+        unit = (states / np.maximum(lengths, np.finfo(np.float32).tiny)).astype("<f4")
+        return tuple(row.tobytes() if wanted else b"" for row, wanted in zip(unit, pooled, strict=True))
 
     def _sample(self, logits: torch.Tensor, rows: Ints) -> _Sampled:
         if not len(rows):
@@ -165,9 +184,10 @@ class Runner:
             return _Sampled(argmax(logits))
         output_index = self._rows.num_tokens[rows] - self._rows.num_prompt[rows]
         batch = self._sampler.batch(rows, output_index)
+        choose = self._model.backend.choose_tokens
         if self._grammars is None:
-            return _Sampled(*sample(logits, batch))
-        token_ids, logprobs = sample(logits, batch, self._grammars.mask())
+            return _Sampled(*sample(logits, batch, choose=choose))
+        token_ids, logprobs = sample(logits, batch, self._grammars.mask(), choose)
         completed, failed = self._grammars.take(rows, token_ids)
         # A row that can't go on keeps running in vain until the scheduler knows.
         return _Sampled(np.maximum(token_ids, 0), logprobs, completed, failed)

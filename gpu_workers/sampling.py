@@ -9,7 +9,7 @@ Each operation treats every row by itself and in the same way whatever the other
 bits alone and in a batch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from gpu_workers.noise import uniform
 from ipc.messages import RawLogprobs
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy
+NOT_NUMBERS = "the model computed logits that are not numbers (NaN)"
 _TOP_P_CANDIDATES = 1024  # enough for nearly every distribution; where it is not, all are sorted
 _DRAW_BLOCK = 512  # ids
 _CPU_ELEMENTS = 1 << 19  # logits drawn from at once: few enough for the caches, and to be spared fresh pages each step
@@ -69,6 +70,9 @@ class SamplingBatch:
     penalties: Penalties | None = None
 
 
+Chooser = Callable[[torch.Tensor, SamplingBatch], NDArray[np.int64]]
+
+
 @dataclass(slots=True, frozen=True)
 class TokenMask:
     """The tokens that grammars rule out in R of the sampling rows."""
@@ -92,30 +96,18 @@ def argmax(logits: torch.Tensor) -> NDArray[np.int64]:
 
 
 def sample(
-    logits: torch.Tensor, batch: SamplingBatch, mask: TokenMask | None = None
+    logits: torch.Tensor, batch: SamplingBatch, mask: TokenMask | None = None, choose: Chooser | None = None
 ) -> tuple[NDArray[np.int64], tuple[RawLogprobs | None, ...]]:
     """Token ids [S] and log-probabilities (empty, or S entries) from logits [S, V] float32, which are overwritten.
 
-    The id is -1 in rows of the mask in which no token is left. Raises FloatingPointError when the logits contain NaN.
+    `choose` is another implementation of `choose_tokens`. The id is -1 in rows of the mask in which no token is left.
+    Raises FloatingPointError when the logits contain NaN.
     """
     edit_logits(logits, batch)
     asked = np.flatnonzero(batch.logprobs >= 0)
     table = torch.log_softmax(_select(logits, asked), dim=-1).cpu().numpy() if len(asked) else None
     impossible = _apply_mask(logits, mask) if mask is not None else ()
-    drawn = batch.temperature >= GREEDY_BELOW
-    if not drawn.any():
-        token_ids = argmax(logits)
-    else:
-        token_ids = np.empty(len(drawn), dtype=np.int64)
-        greedy = np.flatnonzero(~drawn)
-        if len(greedy):
-            token_ids[greedy] = argmax(_select(logits, greedy))
-        random = np.flatnonzero(drawn)
-        at_once = len(random) if logits.device.type != "cpu" else max(1, _CPU_ELEMENTS // logits.shape[1])
-        for start in range(0, len(random), at_once):
-            rows = random[start : start + at_once]
-            weights = filtered_probabilities(logits, batch, rows)
-            token_ids[rows] = _draw(weights, uniform(batch.seeds[rows], batch.output_index[rows]))
+    token_ids = (choose or choose_tokens)(logits, batch)
     logprobs = () if table is None else _logprobs(table, asked, batch.logprobs, token_ids)
     token_ids[list(impossible)] = -1
     return token_ids, logprobs
@@ -136,6 +128,24 @@ def _apply_mask(logits: torch.Tensor, mask: TokenMask) -> Sequence[int]:
         impossible = mask.rows[(masked.amax(dim=-1) == -torch.inf).cpu().numpy()].tolist()
     logits[impossible] = 0.0
     return impossible
+
+
+def choose_tokens(logits: torch.Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
+    """Token ids [S] by temperature, filters and draw, of logits [S, V] float32. Raises FloatingPointError on NaN."""
+    drawn = batch.temperature >= GREEDY_BELOW
+    if not drawn.any():
+        return argmax(logits)
+    token_ids = np.empty(len(drawn), dtype=np.int64)
+    greedy = np.flatnonzero(~drawn)
+    if len(greedy):
+        token_ids[greedy] = argmax(_select(logits, greedy))
+    random = np.flatnonzero(drawn)
+    at_once = len(random) if logits.device.type != "cpu" else max(1, _CPU_ELEMENTS // logits.shape[1])
+    for start in range(0, len(random), at_once):
+        rows = random[start : start + at_once]
+        weights = filtered_probabilities(logits, batch, rows)
+        token_ids[rows] = _draw(weights, uniform(batch.seeds[rows], batch.output_index[rows]))
+    return token_ids
 
 
 def edit_logits(logits: torch.Tensor, batch: SamplingBatch) -> None:
@@ -299,4 +309,4 @@ def best_ids(values: FloatArray, k: int) -> NDArray[np.int64]:
 
 def _require_numbers(values: FloatArray) -> None:
     if np.isnan(values).any():
-        raise FloatingPointError("the model computed logits that are not numbers (NaN)")
+        raise FloatingPointError(NOT_NUMBERS)

@@ -29,6 +29,7 @@ from .messages import (
     Hello,
     ModelInfo,
     Outputs,
+    Pooling,
     PromptInfo,
     SamplingParams,
     TextPrompt,
@@ -38,11 +39,13 @@ from .messages import (
     TokenPrompt,
     Welcome,
 )
-from .validation import InvalidRequest, validate_options, validate_params
+from .validation import InvalidRequest, check_pooling, validate_options, validate_params
 
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
 T = TypeVar("T")
 A = TypeVar("A", Tokenized, Detokenized)
+# What a request for an embedding says in the place of how to sample.
+EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class RequestOptions(TypedDict, total=False):
@@ -226,6 +229,21 @@ class AsyncClient:
 
         The prompt is checked by the engine, whose answer to a bad one has the same form.
         """
+        return self._send(prompt, params, "", options)
+
+    async def embed(self, prompt: Prompt, pooling: Pooling = "last", **options: Unpack[RequestOptions]) -> Finished:
+        """Ask for an embedding: its `embedding` is float32, of length 1. Raises `RequestFailed`."""
+        stream = self._send(prompt, EMBEDDING_PARAMS, pooling, options)
+        try:
+            async for items in stream:
+                for item in items:
+                    if isinstance(item, Finished):
+                        return item
+        finally:
+            stream.abort()
+        raise asyncio.CancelledError  # aborted by somebody else
+
+    def _send(self, prompt: Prompt, params: SamplingParams, pooling: Pooling, options: RequestOptions) -> Stream:
         ready = [link for link in self._links if link.model is not None]
         request_id = next(self._ids)
         stream = Stream(request_id, params.n, self._abort)
@@ -238,10 +256,12 @@ class AsyncClient:
             # Also of values whose type is wrong: the engine would take the whole connection for broken.
             validate_params(params, link.model)
             validate_options(**options)
+            if pooling:
+                check_pooling(pooling, params)
         except InvalidRequest as error:
             stream._put(Failed(request_id, 400, error.message, "invalid_request_error", error.param, error.code))
             return stream
-        if not link.dealer.send(Generate(request_id, prompt, params, **options)):
+        if not link.dealer.send(Generate(request_id, prompt, params, pooling=pooling, **options)):
             stream._put(_unavailable(request_id, "the engine takes no more requests"))
             return stream
         link.streams[request_id] = stream
@@ -379,6 +399,10 @@ class Client:
     def detokenize(self, token_ids: Iterable[int]) -> str:
         """See `AsyncClient.detokenize`."""
         return self._call(self._client.detokenize(token_ids))
+
+    def embed(self, prompt: Prompt, pooling: Pooling = "last", **options: Unpack[RequestOptions]) -> Finished:
+        """Ask for an embedding and wait for it: its `embedding` is float32, of length 1. Raises `RequestFailed`."""
+        return self._call(self._client.embed(prompt, pooling, **options))
 
     def close(self) -> None:
         """Abort what runs and disconnect."""

@@ -96,6 +96,9 @@ class SamplingParams(Message, frozen=True):
     shown_special_tokens: tuple[str, ...] = ()  # those that have text although `skip_special_tokens` is set
 
 
+Pooling = Literal["", "last"]  # not empty: no output but an embedding, the hidden state of the prompt's last token
+
+
 class Generate(Message, frozen=True):
     request_id: int  # unique among the live requests of this client
     prompt: TextPrompt | ChatPrompt | TokenPrompt
@@ -107,6 +110,7 @@ class Generate(Message, frozen=True):
     ttft_target_ms: float | None = None  # refuse at once when the first token is predicted to come later
     cache_pin_seconds: float = 0.0  # keep the prompt's KV cached at least this long
     return_prompt: bool = False  # answer with `PromptInfo` first, as also `params.prompt_logprobs` makes it
+    pooling: Pooling = ""
 
 
 class Abort(Message, frozen=True):
@@ -228,6 +232,7 @@ class Finished(Message, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    embedding: bytes = b""  # float32, of length 1; where the request asked for `pooling`
 
 
 class Failed(Message, frozen=True):
@@ -310,6 +315,7 @@ class Submit(Message, frozen=True):
     cache_pin_seconds: float = 0.0
     stop_on_loop: int = 0
     score_prompt: bool = False  # its sampling wants log-probabilities of the prompt, so no cached KV stands in for it
+    pooling: Pooling = ""
 
 
 class AbortRequests(Message, frozen=True):
@@ -367,6 +373,7 @@ class RowOutput(Message, frozen=True):
     logprobs: tuple[RawLogprobs, ...] = ()
     loop: bool = False  # `finish` is "stop" because the output repeats itself
     prompt_scores: PromptScores | None = None  # those that follow the ones before
+    embedding: bytes = b""  # float32, with the one token of a request with `pooling`
 
 
 class StepOutputs(Message, frozen=True):
@@ -394,6 +401,7 @@ class NewRow(Message, frozen=True):
     block_ids: bytes  # int32, the block table so far, shared prefix first
     sampling: SamplingSpec
     num_scored: int = 0  # of the prompt log-probabilities that it asks for, those that are known already
+    pooling: Pooling = ""
 
 
 class StepPlan(Message, frozen=True):
@@ -449,6 +457,7 @@ class StepResult(Message, frozen=True):
     score_us: int = 0  # spent on those
     completed: tuple[int, ...] = ()  # indices of rows whose output is now all that their grammar allows
     failed: tuple[RowFailure, ...] = ()
+    embeddings: tuple[bytes, ...] = ()  # empty, or float32 [hidden] for each row with `pooling` and b"" for the others
 
 
 class StepFailed(Message, frozen=True):

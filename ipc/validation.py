@@ -61,6 +61,7 @@ MAX_TOOL_CALLS = 128  # of one message
 MAX_TOOL_CALL_ID = 256  # characters
 MAX_TEMPLATE_KWARGS_BYTES = 16 << 10  # as JSON
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+POOLINGS = ("last",)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _INT64 = 1 << 63
@@ -160,6 +161,16 @@ def validate_generate(request: Generate, model: ModelInfo) -> None:
         return_prompt=request.return_prompt,
     )
     validate(request.prompt, request.params, model)
+    if request.pooling:
+        check_pooling(request.pooling, request.params)
+
+
+def check_pooling(pooling: str, params: SamplingParams) -> None:
+    """Raise `InvalidRequest` unless this is a way to make an embedding, and one is asked for."""
+    if pooling not in POOLINGS:
+        raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}", "pooling")
+    if params.max_tokens != 1 or params.n != 1:
+        raise InvalidRequest("with pooling, max_tokens and n must be 1: the answer is one embedding", "pooling")
 
 
 def validate_tokenize(request: Tokenize, model: ModelInfo) -> None:

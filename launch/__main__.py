@@ -14,6 +14,7 @@ from ipc.control import StartError
 from launch import __version__
 from launch.edge import check_edge
 from launch.fleet import Engine
+from launch.kernels import find_kernels
 from launch.listen import open_listener
 from launch.machine import look_around
 from launch.model_source import locate
@@ -23,6 +24,7 @@ from launch.supervisor import Supervisor
 
 def main() -> int:
     """Exit status: 2 for settings that cannot be used, 1 when the engine could not start or died, else 0."""
+    display = StartDisplay()
     try:
         settings = read_settings(sys.argv[1:], os.environ, __version__)
         for warning in settings.warnings:
@@ -41,13 +43,15 @@ def main() -> int:
                 generation, unused = read_generation(source.path)
         except (ValueError, OSError) as error:
             raise StartError(f"--model {asked.model.model}: {error}") from None
-        resolved = resolve(asked, arch, look_around())
+        resolved = resolve(asked, arch, find_kernels(asked, look_around(), display.say))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # finding the model or compiling kernels takes long
+        return 0
 
     config, plan = resolved.config, resolved.plan
     if settings.plan:
@@ -59,7 +63,6 @@ def main() -> int:
     if settings.plan:
         return 0
 
-    display = StartDisplay()
     for reason in resolved.reasons:
         display.say(reason)
     for line in (*unused, describe(generation)):
@@ -73,6 +76,7 @@ def main() -> int:
         kv_memory_bytes=plan.kv,
         num_blocks=plan.num_blocks,
         num_host_blocks=plan.num_host_blocks,
+        rank_cpus=resolved.rank_cpus,
         generation=generation,
     )
     with listener or contextlib.nullcontext():

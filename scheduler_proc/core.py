@@ -272,6 +272,7 @@ class SchedulerCore:
                 pack_ints(request.block_table),
                 request.sampling,
                 request.num_scored,
+                request.pooling,
             )
             for request in step.admitted
         )
@@ -301,7 +302,8 @@ class SchedulerCore:
         step = self._in_flight[0]
         token_ids = unpack_ints(result.token_ids)
         rows = step.decodes + [request for request, sample in step.prefills if sample]
-        if len(token_ids) != len(rows) or len(result.logprobs) not in (0, len(rows)):
+        lengths = (len(result.logprobs), len(result.embeddings))
+        if len(token_ids) != len(rows) or not {0, len(rows)}.issuperset(lengths):
             raise ProtocolError(f"step {result.step} has {len(token_ids)} tokens for {len(rows)} sampling rows")
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             raise ProtocolError(f"step {result.step} sampled a token outside the vocabulary of {self._vocab_size}")
@@ -341,7 +343,8 @@ class SchedulerCore:
             ):
                 logprobs = result.logprobs[index] if result.logprobs else None
                 whole = index in completed
-                box.rows.append(self._take_special(request, token, logprobs, time, ended, index, whole))
+                embedding = result.embeddings[index] if result.embeddings else b""
+                box.rows.append(self._take_special(request, token, logprobs, embedding, time, ended, index, whole))
             else:
                 box.plain_ids.append(request.request_id)
                 box.plain_tokens.append(token)
@@ -371,6 +374,7 @@ class SchedulerCore:
         request: Request,
         token: int,
         logprobs: RawLogprobs | None,
+        embedding: bytes,
         time: float,
         ended: tuple[int, ...] | None,
         index: int,
@@ -401,7 +405,9 @@ class SchedulerCore:
             self._end(request)
         entries = () if logprobs is None else (logprobs,)
         cached = max(0, request.cached_tokens)
-        return RowOutput(request.request_id, pack_ints((token,)), finish, stop_token, cached, entries, loop)
+        return RowOutput(
+            request.request_id, pack_ints((token,)), finish, stop_token, cached, entries, loop, embedding=embedding
+        )
 
     def _fail(self, request: Request, message: str, outboxes: dict[bytes, _Outbox]) -> None:
         """End a request that its own parameters have led to where no token is possible."""

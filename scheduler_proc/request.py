@@ -52,6 +52,7 @@ class Request:
         "peer",
         "pin_seconds",
         "plan_after",
+        "pooling",
         "preemptions",
         "priority",
         "promised",
@@ -82,6 +83,7 @@ class Request:
         self.sampling: SamplingSpec = submit.sampling
         self.score_prompt = submit.score_prompt
         self.num_scored = 0  # prompt log-probabilities that have come back, of num_prompt - 1
+        self.pooling = submit.pooling
         stops: array[int] = array("i")
         stops.frombytes(submit.stop_token_ids)
         self.stop_token_ids = frozenset(stops)

@@ -110,6 +110,8 @@ class Choice:
         self._cached_tokens = max(self._cached_tokens, row.cached_tokens)
         if self._params.max_tokens == 0:
             return Progress() if row.finish is None else self._end("length", None, [])
+        if row.embedding and row.finish is not None:
+            return Progress(finished=self._finished(row.finish, None, row.embedding))
         shown: list[str] = []
         for position, token_id in enumerate(token_ids):
             raw = row.logprobs[position] if row.logprobs else None
@@ -189,7 +191,10 @@ class Choice:
             ids = pack_ints(token.token_id for token in self._pending)
             delta = self._to_delta(text, ids, tuple(logprobs))
             self._pending.clear()
-        finished = Finished(
+        return Progress(delta, self._finished(reason, stop_reason), self._num_tokens if stop_at else None)
+
+    def _finished(self, reason: FinishReason, stop_reason: str | int | None, embedding: bytes = b"") -> Finished:
+        return Finished(
             self._request_id,
             self._index,
             reason,
@@ -197,8 +202,8 @@ class Choice:
             self._prompt_tokens,
             self._num_tokens,
             self._cached_tokens,
+            embedding,
         )
-        return Progress(delta, finished, self._num_tokens if stop_at else None)
 
     def _name(self, token_id: int, raw: RawLogprobs, start: int) -> PositionLogprobs:
         ids, values = unpack_ints(raw.top_ids), unpack_floats(raw.top_values)

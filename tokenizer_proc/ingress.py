@@ -165,6 +165,7 @@ def submits(
             cache_pin_seconds=message.cache_pin_seconds,
             stop_on_loop=limits.stop_on_loop if params.stop_on_loop is None else params.stop_on_loop,
             score_prompt=params.prompt_logprobs is not None and index == 0,
+            pooling=message.pooling,
         )
 
 

@@ -60,7 +60,7 @@ class LlamaModel:
         del table, head
         self._norm = backend.load_norm(weights.take("model.norm.weight"))
         self._layers = [self._load_layer(weights, index) for index in range(arch.num_layers)]
-        self._run = backend.compile(self._hidden, self._local_logits)
+        self._run = backend.compile(self._layers_of, self._final_states, self._local_logits)
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -167,7 +167,11 @@ class LlamaModel:
         """
         return self._run.best_ids(batch, kv)
 
-    def _hidden(self, batch: ForwardBatch, kv: Any) -> tuple[Array, Array]:
+    def states(self, count: int) -> torch.Tensor:
+        """[count, hidden] float32: what the last forward, of so many `logits_rows`, made logits of."""
+        return self._run.states(count)
+
+    def _layers_of(self, batch: ForwardBatch, kv: Any) -> tuple[Array, Array]:
         """What the last layer gives, and the residual that it is yet to be added to."""
         backend, eps = self.backend, self.arch.rms_norm_eps
         residual = self._embed(batch)
@@ -183,12 +187,14 @@ class LlamaModel:
             x = self._sum_over_ranks(backend.linear(x, layer.down))
         return x, residual
 
-    def _local_logits(self, hidden: tuple[Array, Array], batch: ForwardBatch) -> Array:
+    def _final_states(self, parts: tuple[Array, Array], batch: ForwardBatch) -> Array:
+        x, residual = (self.backend.select_logits_rows(part, batch) for part in parts)
+        x, _ = self.backend.add_rms_norm(x, residual, self._norm, self.arch.rms_norm_eps)
+        return x
+
+    def _local_logits(self, states: Array) -> Array:
         """Of this rank's part of the vocabulary."""
-        backend = self.backend
-        x, residual = (backend.select_logits_rows(part, batch) for part in hidden)
-        x, _ = backend.add_rms_norm(x, residual, self._norm, self.arch.rms_norm_eps)
-        return backend.logits(x, self._head)
+        return self.backend.logits(states, self._head)
 
     def _embed(self, batch: ForwardBatch) -> Array:
         rows = self.backend.embed(self._embedding, batch, self._vocab_start)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ipc.channels import AsyncRouter, StatsPublisher
-from ipc.codec import Decoder, pack_ints, unpack_ints
+from ipc.codec import Decoder, pack_floats, pack_ints, unpack_ints
 from ipc.messages import (
     Abort,
     ChatPrompt,
@@ -115,6 +115,9 @@ def expected_text(choice: int, tokens: int) -> str:
     return "".join(word(choice, position) for position in range(tokens))
 
 
+EMBEDDING = (0.6, -0.8)  # of every prompt
+
+
 class FakeEngine:
     """Runs on a thread of its own. `requests` and `aborted` say what arrived."""
 
@@ -182,6 +185,10 @@ class FakeEngine:
     async def _answer(self, peer: bytes, request: Generate, kind: str) -> None:
         name = request.request_id
         if kind == "mute":
+            return
+        if request.pooling:
+            ended = Finished(name, 0, "length", None, prompt_length(request), 0, CACHED, pack_floats(EMBEDDING))
+            self._send(peer, ended)
             return
         if kind in REFUSALS:
             code, retry_after = REFUSALS[kind]

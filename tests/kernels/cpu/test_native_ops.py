@@ -394,7 +394,7 @@ def test_an_embedding_has_zeros_for_the_ids_of_other_ranks(
     ids[0] = first + n - 1
     batch, kv = batch_of(ids), backend.allocate_kv(1, 1, 8, 1, 8)
     forward = backend.compile(
-        lambda batch, kv: backend.embed(table, batch, first), lambda x, batch: backend.logits(x, unit)
+        lambda batch, kv: backend.embed(table, batch, first), lambda x, batch: x, lambda x: backend.logits(x, unit)
     )
     actual = forward(batch, kv)
     values = dequantized(weight) if not isinstance(weight, QuantizedWeight) else weight.dequantize().double()
