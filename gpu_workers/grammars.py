@@ -123,7 +123,7 @@ class Grammars:
             return None
         assert self._engine is not None
         try:
-            allowed = self._engine.allowed([matcher for _, _, matcher in live])[:, : self._vocab_size]
+            limits = self._engine.limits([matcher for _, _, matcher in live])[:, : self._vocab_size]
         except Exception as error:
             for _, row, _ in live:
                 row.problem, row.matcher = _unexpected(error), None
@@ -137,7 +137,7 @@ class Grammars:
         if not sound:
             return None
         indices = np.array([live[at][0] for at in sound], dtype=np.int64)
-        return TokenMask(indices, allowed[sound] == 0)
+        return TokenMask(indices, limits if len(sound) == len(live) else limits[sound])
 
 
 def _problem(matcher: "LLMatcher") -> str:

@@ -97,7 +97,7 @@ def test_b065_an_enum_behind_a_reference_stays_an_enum(server: Server) -> None:
         "required": ["colour"],
         "$defs": {"C": COLOUR},
     }
-    (answer,) = ask(server, {**schema_format(schema), "n": 16, "temperature": 2, "max_tokens": 16})
+    (answer,) = ask(server, {**schema_format(schema), "n": 16, "temperature": 2, "max_tokens": 40})
     check(schema, answer)
     found = {re.match('{"colour": ?"(red|blue|зелёный)"', content) for content, _ in outputs(answer)}
     assert None not in found

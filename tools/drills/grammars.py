@@ -15,7 +15,7 @@ from tools.simulate.table import render
 
 HELP = """\
 Start a server and let so many clients stream completions of one length, in turns without a grammar, with a regular
-expression, and with a JSON schema, none of which can end before that length. Each number is the median of the rounds.
+expression, and with a JSON schema, none of which may end before that length. Each number is the median of the rounds.
 """
 
 _PERSON = {
@@ -31,7 +31,7 @@ _PERSON = {
 }
 _KINDS: dict[str, dict[str, Any]] = {
     "free": {},
-    "regex": {"guided_regex": "([a-z]{1,12} ){5000}"},
+    "regex": {"guided_regex": "([A-Z][a-z, ]+[.] )+"},
     "json_schema": {"guided_json": json.dumps({"type": "array", "items": _PERSON, "minItems": 1000})},
 }
 
@@ -69,6 +69,7 @@ async def _round(
                 f"List number {index}:",
                 output_tokens,
                 **_KINDS[kind],
+                min_tokens=output_tokens,
                 temperature=1,
                 seed=index,
             )
