@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_FAILED = "grammar: its matcher failed"
 _IMPOSSIBLE = (
     "grammar: no token is left that it allows and the request's other parameters allow as well (allowed_token_ids, "
     "bad_words, stop_token_ids before min_tokens)"
@@ -35,7 +36,7 @@ class _Row:
     """One row's matcher; None before it was built and after it has done its work."""
 
     matcher: "LLMatcher | None" = None
-    problem: str = ""  # why the row can't go on
+    problem: str = _FAILED  # why the row can't go on; what it starts with is gone once the matcher is built
 
 
 class Grammars:
@@ -113,9 +114,9 @@ class Grammars:
             if matcher.is_error():
                 row.problem = _problem(matcher)
             else:
-                row.matcher = matcher
-        except Exception as error:
-            row.problem = _unexpected(error)
+                row.matcher, row.problem = matcher, ""
+        except BaseException as error:  # a panic in llguidance is no Exception
+            _log_unexpected(error)
 
     def _compute(self, found: list[tuple[int, _Row]]) -> TokenMask | None:
         live = [(index, row, row.matcher) for index, row in found if row.matcher is not None]
@@ -124,9 +125,10 @@ class Grammars:
         assert self._engine is not None
         try:
             limits = self._engine.limits([matcher for _, _, matcher in live])[:, : self._vocab_size]
-        except Exception as error:
+        except BaseException as error:  # likewise
+            _log_unexpected(error)
             for _, row, _ in live:
-                row.problem, row.matcher = _unexpected(error), None
+                row.problem, row.matcher = _FAILED, None
             return None
         sound = []
         for at, (_, row, matcher) in enumerate(live):
@@ -144,6 +146,5 @@ def _problem(matcher: "LLMatcher") -> str:
     return f"grammar: {matcher.get_error().strip() or 'the output does not match it'}"
 
 
-def _unexpected(error: Exception) -> str:
+def _log_unexpected(error: BaseException) -> None:
     log.error("a grammar failed: %s: %s", type(error).__name__, error)
-    return "grammar: its matcher failed"

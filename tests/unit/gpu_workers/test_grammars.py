@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from config.grammar import TokenTable, write_token_table
+from gpu_workers.grammar_engine import GrammarEngine
 from gpu_workers.grammars import Grammars
 from gpu_workers.sampling import TokenMask, sample
 from ipc.codec import unpack_floats, unpack_ints
@@ -206,6 +207,31 @@ def test_no_token_table_fails_the_request_and_not_the_rank(tmp_path: Path) -> No
     grammars.add(row_of(0, regex("a")))
     assert allowed(grammars, [0]) == {}
     assert take(grammars, 0, 1) == (False, "grammar: its matcher failed")
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, no Exception."""
+
+
+class PanickingEngine(GrammarEngine):
+    """llguidance with a bug."""
+
+    def matcher(self, grammar: str) -> Any:
+        if "z" in grammar:
+            raise Panic("in the constructor")
+        return super().matcher(grammar)
+
+    def limits(self, matchers: list[Any]) -> Any:
+        raise Panic("in a mask")
+
+
+def test_a_panic_in_the_library_fails_requests_and_not_the_rank(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_workers.grammar_engine.GrammarEngine", PanickingEngine)
+    for pattern in ("z", "a"):
+        grammars = Grammars(table, SIZE)
+        grammars.add(row_of(0, regex(pattern)))
+        assert allowed(grammars, [0]) == {}
+        assert take(grammars, 0, 1) == (False, "grammar: its matcher failed")
 
 
 def test_the_mask_decides_the_draw_and_not_the_log_probabilities() -> None:
