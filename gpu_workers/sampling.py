@@ -75,10 +75,10 @@ Chooser = Callable[[torch.Tensor, SamplingBatch], NDArray[np.int64]]
 
 @dataclass(slots=True, frozen=True)
 class TokenMask:
-    """The tokens that grammars rule out in R of the sampling rows."""
+    """What grammars allow in R of the sampling rows."""
 
     rows: NDArray[np.int64]  # [R], ascending
-    forbidden: NDArray[np.bool_]  # [R, V]
+    limits: NDArray[np.float32]  # [R, V], the largest logit that a token may have: infinity, or minus infinity
 
 
 def argmax(logits: torch.Tensor) -> NDArray[np.int64]:
@@ -118,12 +118,12 @@ def _apply_mask(logits: torch.Tensor, mask: TokenMask) -> Sequence[int]:
     rows = mask.rows.tolist()
     if logits.device.type == "cpu":
         array = logits.numpy()
-        for row, forbidden in zip(rows, mask.forbidden, strict=True):
-            np.copyto(array[row], -np.inf, where=forbidden)
+        for row, limits in zip(rows, mask.limits, strict=True):
+            np.minimum(array[row], limits, out=array[row])
         impossible = [row for row in rows if array[row].max() == -np.inf]
     else:
         where = torch.from_numpy(mask.rows).to(logits.device)
-        masked = logits[where].masked_fill_(torch.from_numpy(mask.forbidden).to(logits.device), -torch.inf)
+        masked = torch.minimum(logits[where], torch.from_numpy(mask.limits).to(logits.device))
         logits[where] = masked
         impossible = mask.rows[(masked.amax(dim=-1) == -torch.inf).cpu().numpy()].tolist()
     logits[impossible] = 0.0
