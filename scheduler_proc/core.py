@@ -64,6 +64,7 @@ class Counters:
 
     prompt_tokens: int = 0
     computed_tokens: int = 0
+    prefill_tokens: int = 0
     generated_tokens: int = 0
     finished: int = 0
     aborted: int = 0
@@ -310,6 +311,7 @@ class SchedulerCore:
             self.cost_model.observe(step.shape, busy / 1e6)
         self.counters.device_busy_us += busy
         self.counters.computed_tokens += len(step.decodes) + step.prefill_tokens
+        self.counters.prefill_tokens += step.prefill_tokens
         for request, _ in step.prefills:
             request.last_progress = time
         number, index, taken = step.number, -1, 0
@@ -410,6 +412,7 @@ class SchedulerCore:
             pinned_blocks=kv.pins.num_blocks,
             loop_stops=counters.loop_stops,
             blocks_unused=kv.tree.num_evictable,
+            prefill_tokens=counters.prefill_tokens,
         )
 
 
