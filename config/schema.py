@@ -68,6 +68,7 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     keepalive_seconds: Annotated[
         float, Meta(description="an SSE comment is sent on streams silent for this many seconds", ge=0.1, le=3600)
     ] = 10.0
+    console: Annotated[bool, Meta(description="serve the web console at /")] = True
 
 
 class TokenizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

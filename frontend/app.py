@@ -6,13 +6,14 @@ Orchestrator: only wiring belongs here. Handlers are in `handlers` and `health`,
 from aiohttp import web
 
 from . import handlers, health
+from .console import Console
 from .middleware import add_headers, expect, guard
 from .service import SERVICE, Service
 from .streaming import KeepAlive
 
 
-def make_app(service: Service, keep_alive: KeepAlive) -> web.Application:
-    """The application of one frontend process."""
+def make_app(service: Service, keep_alive: KeepAlive, console: Console | None = None) -> web.Application:
+    """The application of one frontend process; without a console, nothing is at `/`."""
     app = web.Application(middlewares=[guard])
     app[SERVICE] = service
     app[handlers.KEEP_ALIVE] = keep_alive
@@ -25,4 +26,6 @@ def make_app(service: Service, keep_alive: KeepAlive) -> web.Application:
     app.router.add_get("/health/ready", health.ready, expect_handler=expect)
     app.router.add_get("/health/progress", health.progress, expect_handler=expect)
     app.router.add_get("/metrics", health.metrics, expect_handler=expect)
+    if console is not None:
+        console.add_to(app)
     return app

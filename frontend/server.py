@@ -14,6 +14,7 @@ from ipc.control import Control, Drain, Idle, Order, end_on_error
 
 from .app import make_app
 from .connection import Connection
+from .console import Console
 from .metrics import Metrics
 from .service import Service
 from .streaming import KeepAlive
@@ -42,7 +43,10 @@ async def serve(spec: ChildSpec, control: Control) -> None:
             service.fail(order.reason)
 
     control.listen(on_order)
-    runner = web.AppRunner(make_app(service, keep_alive), handler_cancellation=True, shutdown_timeout=_CLOSE_SECONDS)
+    stats = StatsSubscriber(spec.endpoints.stats, service.on_stats, service.on_stats_lost, service.on_details)
+    console = Console(spec, service, stats.ask_for_details) if spec.config.server.console else None
+    app = make_app(service, keep_alive, console)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_CLOSE_SECONDS)
     await runner.setup()
     manager = runner.server
     assert manager is not None
@@ -53,7 +57,6 @@ async def serve(spec: ChildSpec, control: Control) -> None:
 
     listener = await loop.create_server(connection, sock=socket.socket(fileno=spec.listen_fd), backlog=1024)
     control.stage("waiting for the engine")
-    stats = StatsSubscriber(spec.endpoints.stats, service.on_stats, service.on_stats_lost)
     stats.start()
 
     async def announce() -> None:

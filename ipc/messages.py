@@ -430,7 +430,7 @@ class CachedPrefix(Message, frozen=True):
 
 
 class EngineDetails(Message, frozen=True):
-    """What Stats only counts: some requests, and the largest nodes of the prefix tree. Sent only to who asked for it."""
+    """What Stats only counts: some requests, and the largest nodes of the prefix tree. Sent only to who asks."""
 
     time: float  # unix seconds
     requests: tuple[LiveRequest, ...]  # running ones first, each kind in the order of arrival

@@ -1,8 +1,8 @@
 """Looks at requests and at the prefix tree for people: what `Stats` only counts. Changes nothing.
 
-Each call does little, since the next step waits for it: requests are cut to a few, and a large tree is walked through in
-pieces, between which it goes on changing. So a walk may miss what came or was cut in two meanwhile, until the next
-walk; what is reported of a node is always true of it at that moment.
+Each call does little, since the next step waits for it: only a few requests are told of, and a large tree is walked
+through in pieces, between which it goes on changing. So a walk may miss what came or was cut in two meanwhile, until
+the next walk; what is reported of a node is always true of it at that moment.
 """
 
 import hashlib
