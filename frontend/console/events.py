@@ -12,7 +12,6 @@ from ..streaming import ClientGone, EventStream
 from .sampling import PERIOD, Sample, Sampler
 
 _TENANT_DIGITS = 8  # enough to tell tenants apart; the whole digest of a key is nobody's business
-_BYTES_PER_GIB = 1 << 30
 
 
 class Engine(Struct, frozen=True):
@@ -33,7 +32,7 @@ class Engine(Struct, frozen=True):
     max_seqs: int
     max_step_tokens: int | None
     block_size: int  # tokens
-    kv_gib: float  # of each rank
+    kv_bytes: int  # of each rank
     period: float  # seconds between two samples
 
 
@@ -163,6 +162,6 @@ def _engine_of(spec: ChildSpec) -> Engine:
         config.scheduler.max_seqs,
         config.scheduler.max_step_tokens,
         config.scheduler.block_size,
-        round(spec.kv_memory_bytes / _BYTES_PER_GIB, 3),
+        spec.kv_memory_bytes,
         PERIOD,
     )

@@ -7,8 +7,8 @@ const LEFT = 50;
 const RIGHT = 10;
 const TOP = 10;
 const BOTTOM = 20;
-const SPANS = [60, 120, 300]; // seconds
-const TICKS = { 60: 15, 120: 30, 300: 60 };
+const LEAST = 60; // seconds shown, and
+const MOST = 300;
 
 let hovered = null; // the time that the pointer is at, in whichever plot
 const charts = new Set();
@@ -49,10 +49,9 @@ export class Chart {
     return this.samples.at(-1)?.time ?? 0;
   }
 
-  /** Seconds shown: the shortest span that has room for all. */
+  /** Seconds shown: all there are, within bounds. */
   get span() {
-    const age = this.end - (this.samples[0]?.time ?? 0);
-    return SPANS.find((span) => age <= span) ?? SPANS.at(-1);
+    return Math.min(MOST, Math.max(LEAST, this.end - (this.samples[0]?.time ?? 0)));
   }
 
   timeAt(x) {
@@ -104,10 +103,11 @@ export class Chart {
       context.fillText(value ? this.format(value) : "0", LEFT - 6, y);
     }
     context.textBaseline = "alphabetic";
-    for (let back = 0; back <= this.span; back += TICKS[this.span]) {
+    const gap = this.span > 180 ? 60 : this.span > 90 ? 30 : 15;
+    for (let back = 0; back <= this.span; back += gap) {
       const x = this.x(this.end - back);
-      context.textAlign = back === 0 ? "right" : back === this.span ? "left" : "center";
-      const text = this.span > 120 ? `−${back / 60} min` : `−${back} s`;
+      context.textAlign = back === 0 ? "right" : x < LEFT + 15 ? "left" : "center";
+      const text = gap === 60 ? `−${back / 60} min` : `−${back} s`;
       context.fillText(back ? text : "now", x, HEIGHT - 5);
     }
   }

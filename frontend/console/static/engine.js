@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { byId, make, setText } from "./dom.js";
-import { age, compact, count, rate, seconds, share } from "./format.js";
+import { age, bytes, compact, count, rate, seconds, share } from "./format.js";
 import { Table } from "./table.js";
 
 const HISTORY = 300; // samples
@@ -112,7 +112,7 @@ const REQUESTS = [
 const PREFIXES = [
   { title: "Node", class: "id short", hint: "keyed digest of its first block, another at each start", text: ({ digest }) => digest },
   { title: "Tenant", class: "id short", text: ({ tenant }) => tenant ?? "-" },
-  { title: "Tokens", class: "number bar", hint: "held by this node", text: ({ tokens }) => count(tokens), share: ({ part }) => part },
+  { title: "Tokens", class: "number gauge", hint: "held by this node", text: ({ tokens }) => count(tokens), share: ({ part }) => part },
   { title: "Blocks", class: "number", text: ({ blocks }) => count(blocks) },
   { title: "Ends at", class: "number", hint: "tokens from the start of the prompt", text: ({ end }) => count(end) },
   { title: "Branches", class: "number", hint: "nodes that continue it", text: ({ children }) => count(children) },
@@ -152,7 +152,7 @@ export class Dashboard {
       ["Threads", engine.threads === null ? "–" : engine.ranks > 1 ? `${engine.threads} a rank` : `${engine.threads}`],
       ["Kernels", engine.kernels],
       ["Activations", engine.dtype],
-      ["KV cache", `${engine.kv_dtype}, ${engine.kv_gib} GiB${engine.ranks > 1 ? " a rank" : ""}`],
+      ["KV cache", `${engine.kv_dtype}, ${bytes(engine.kv_bytes)}${engine.ranks > 1 ? " a rank" : ""}`],
       ["Block", `${engine.block_size} tokens`],
       ["Quantized weights", engine.quantization === "none" ? "dequantized" : "as in the file"],
       ["Policy", engine.policy],

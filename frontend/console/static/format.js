@@ -10,11 +10,15 @@ export function count(value) {
 /** Three significant digits and k, M or G. */
 export function compact(value) {
   if (value == null) return nothing;
-  for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
-    const scale = unit === "k" ? 1e3 : size;
-    if (Math.abs(value) >= size) return `${Number((value / scale).toPrecision(3))}${unit}`;
+  for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+    if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(3))}${unit}`;
   }
   return `${Number(value.toPrecision(3))}`;
+}
+
+export function bytes(value) {
+  const gib = value / 2 ** 30;
+  return gib >= 1 ? `${Number(gib.toPrecision(3))} GiB` : `${Math.round(gib * 1024)} MiB`;
 }
 
 export function seconds(value) {
