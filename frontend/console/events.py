@@ -82,18 +82,13 @@ class Events:
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """GET /console/events"""
         stream = EventStream(request)
-        begun = False
-        samples = self._sampler.watch()
-        try:
-            async for sample in samples:
-                if not begun:
-                    begun = True
-                    await stream.send(_event("engine", self._engine) + _event("history", list(self._sampler.history)))
-                await stream.send(_event("snapshot", self._snapshot(sample)))
-        except ClientGone:
-            pass
-        finally:
-            await samples.aclose()
+        with self._sampler.watching() as samples:
+            try:
+                await stream.send(_event("engine", self._engine) + _event("history", list(self._sampler.history)))
+                while (sample := await samples.get()) is not None:
+                    await stream.send(_event("snapshot", self._snapshot(sample)))
+            except ClientGone:
+                pass
         stream.response.force_close()
         return stream.response
 

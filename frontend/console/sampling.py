@@ -8,7 +8,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from msgspec import Struct
 
@@ -74,21 +75,21 @@ class Sampler:
         self._ttft, self._itl = Window(), Window()
         self.history: deque[Sample] = deque(maxlen=HISTORY)
 
-    async def watch(self) -> AsyncGenerator[Sample, None]:
-        """Every sample from now on, until the server ends. 503 when too many watch already."""
+    @contextmanager
+    def watching(self) -> Iterator[asyncio.Queue[Sample | None]]:
+        """Every sample from now on, and None when the server ends. 503 when too many watch already."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise ApiError(503, f"{MAX_WATCHERS} consoles are open already", code="too_many_consoles", retry_after=10)
-        queue: asyncio.Queue[Sample | None] = asyncio.Queue(maxsize=8)
+        samples: asyncio.Queue[Sample | None] = asyncio.Queue(maxsize=8)
         if not self._watchers:
             self._ask_for_details(True)
-        self._watchers.add(queue)
+        self._watchers.add(samples)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
         try:
-            while (sample := await queue.get()) is not None:
-                yield sample
+            yield samples
         finally:
-            self._watchers.discard(queue)
+            self._watchers.discard(samples)
             if not self._watchers:
                 self._ask_for_details(False)
 

@@ -100,9 +100,10 @@ class Page:
     async def click(self, selector: str) -> None:
         await self.evaluate(f"document.querySelector({selector!r}).click()")
 
-    async def screenshot(self, path: Path) -> None:
+    async def screenshot(self) -> bytes:
+        """PNG of what is seen."""
         shot = await self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(shot["data"]))
+        return base64.b64decode(shot["data"])
 
 
 @asynccontextmanager

@@ -45,9 +45,9 @@ async def look(server: Server, page: Page) -> None:
         "max_tokens": 40,
         "seed": 7,
     }
-    async with aiohttp.ClientSession() as session:
-        async with session.post(f"{server.url}/v1/chat/completions", json=body) as response:
-            expected = await response.json()
+    address = f"{server.url}/v1/chat/completions"
+    async with aiohttp.ClientSession() as session, session.post(address, json=body) as response:
+        expected = await response.json()
     shown = await page.evaluate("document.querySelector('.turn.assistant .text').textContent")
     plain = expected["choices"][0]["message"]["content"]
     assert "".join(shown.split()) == "".join(plain.replace("*", "").split())

@@ -162,7 +162,7 @@ export class Dashboard {
   }
 
   setHistory(samples) {
-    this.samples = samples.slice(0, -1); // the newest comes with the next snapshot
+    this.samples = samples;
   }
 
   take({ sample, requests, prefixes, prefix_nodes: nodes }) {
