@@ -418,7 +418,7 @@ class LiveRequest(Message, frozen=True):
 class CachedPrefix(Message, frozen=True):
     """One node of the prefix tree: a run of blocks that several prompts may continue."""
 
-    digest: str  # of its first block's token ids, keyed anew at each start: tells nodes apart, and nothing of the text
+    digest: str  # of namespace and first block, keyed anew at each start: tells nodes apart, and nothing of the text
     namespace: str
     blocks: int
     end: int  # tokens from the start of the prompt to the node's end

@@ -151,8 +151,9 @@ class Inspector:
 
     def _describe(self, found: _Found, now: float) -> CachedPrefix:
         node = found.node
-        first = node.key[: 4 * self._core.kv.block_size]
-        digest = hashlib.blake2b(first, digest_size=6, key=self._key, person=b"prefix").hexdigest()
+        # With the namespace: that two tenants have sent the same is nobody's business.
+        first = found.namespace.encode() + b"\0" + node.key[: 4 * self._core.kv.block_size]
+        digest = hashlib.blake2b(first, digest_size=6, key=self._key).hexdigest()
         # The first mark that is not before the use: it was no later than that.
         index = bisect_left(self._marks, (node.last_used,))
         used_by = self._marks[index][1] if index < len(self._marks) else now

@@ -50,9 +50,10 @@ def described(engine: Engine, node: Node) -> tuple[object, ...]:
     while above is not None:
         path.append(above)
         above = above.parent
-    digest = hashlib.blake2b(node.key[: 4 * BLOCK], digest_size=6, key=KEY, person=b"prefix").hexdigest()
+    namespace = path[-1].key
+    digest = hashlib.blake2b(namespace + b"\0" + node.key[: 4 * BLOCK], digest_size=6, key=KEY).hexdigest()
     end = sum(len(each.blocks) for each in path) * BLOCK
-    return digest, path[-1].key.decode(), len(node.blocks), end, node.on_host, len(node.children), node.uses
+    return digest, namespace.decode(), len(node.blocks), end, node.on_host, len(node.children), node.uses
 
 
 def reported(prefix: CachedPrefix) -> tuple[object, ...]:
