@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 PERIOD = 1.0  # seconds
 HISTORY = 300  # samples
 MAX_WATCHERS = 32
+_SILENT_SECONDS = 3.0  # without a report, after which the last one's numbers are not shown any more
 TTFT = "time_to_first_token_seconds"  # the histograms' names
 ITL = "inter_token_latency_seconds"
 
@@ -128,9 +129,9 @@ class Sampler:
         except ApiError as error:
             state, message = error.body.code or "unavailable", error.body.message
         stats, before = service.stats, self._before
-        self._before = stats
-        if stats is None:
+        if stats is None or service.stats_age() > _SILENT_SECONDS:
             return Sample(time=time.time(), state=state, message=message, ttft=ttft, itl=itl)
+        self._before = stats
         return Sample(
             time=time.time(),
             state=state,

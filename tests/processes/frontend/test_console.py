@@ -175,10 +175,10 @@ def test_a_snapshot_says_what_metrics_and_progress_say(frontend: Frontend, engin
         assert name == "history"
         wait_until(engine.is_watched)
         stats = msgspec.structs.replace(STATS, prefill_tokens=600, host_blocks_total=8, host_blocks_used=3)
-        engine.publish(stats)
         engine.publish_details(DETAILS)
+        engine.publish(stats)
         while (snapshot := events.snapshot())["sample"]["step"] != 77 or not snapshot["requests"]:
-            pass
+            engine.publish(stats)  # old numbers are not shown
         sample = snapshot["sample"]
         progress = frontend.request("GET", "/health/progress").json()
         for key in ("step", "running", "waiting", "kv_blocks", "recoveries"):
@@ -195,19 +195,12 @@ def test_a_snapshot_says_what_metrics_and_progress_say(frontend: Frontend, engin
         used = sample["kv_blocks"]["total"] - sample["kv_blocks"]["free"] - sample["kv_unused"]
         assert used / sample["kv_blocks"]["total"] == metric(text, "kv_cache_usage_perc")
         # Two seconds on, by the scheduler's clock.
-        engine.publish(
-            msgspec.structs.replace(
-                stats,
-                time=3.0,
-                step=99,
-                prefill_tokens=800,
-                generated_tokens=340,
-                finished=13,
-                device_busy_seconds=1.5,
-            )
+        later = msgspec.structs.replace(
+            stats, time=3.0, step=99, prefill_tokens=800, generated_tokens=340, finished=13, device_busy_seconds=1.5
         )
+        engine.publish(later)
         while (sample := events.snapshot()["sample"])["step"] != 99:
-            pass
+            engine.publish(later)
         assert sample["rates"] == {"prefill_tokens": 100.0, "decode_tokens": 20.0, "finished": 0.5, "device_busy": 0.75}
     with watching(frontend) as events:
         assert events.next() is not None
