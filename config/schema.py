@@ -117,6 +117,7 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         tuple[str, ...],
         Meta(description="names that requests may pass to the chat template, comma-separated"),
     ] = ("enable_thinking", "thinking", "reasoning_effort", "date_string", "tools_in_user_message")
+    console: Annotated[bool, Meta(description="serve the web console at /")] = True
 
 
 class TokenizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -88,13 +88,26 @@ class Metrics:
             await asyncio.sleep(_FLUSH_SECONDS)
             self.inter_token.flush()
 
+    def _all_frontends(self) -> CollectorRegistry:
+        if self._multiprocess_dir is None:
+            return self._registry
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry, self._multiprocess_dir)  # type: ignore[no-untyped-call]
+        return registry
+
+    def histograms(self, *names: str) -> dict[str, dict[float, float]]:
+        """By name of a histogram: its observations so far up to each bound in seconds. Reads files, like `render`."""
+        buckets = {f"tokenmill:{name}_bucket": name for name in names}
+        counts: dict[str, dict[float, float]] = {name: {} for name in names}
+        for metric in self._all_frontends().collect():
+            for sample in metric.samples:
+                if sample.name in buckets:
+                    counts[buckets[sample.name]][float(sample.labels["le"])] = sample.value
+        return {name: dict(sorted(by_bound.items())) for name, by_bound in counts.items()}
+
     def render(self, stats: Stats | None) -> bytes:
         """Everything in Prometheus' text format. Reads files: not for the event loop."""
-        registry = self._registry
-        if self._multiprocess_dir is not None:
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry, self._multiprocess_dir)  # type: ignore[no-untyped-call]
-        text = generate_latest(registry)
+        text = generate_latest(self._all_frontends())
         if stats is not None:
             engine = CollectorRegistry()
             engine.register(_EngineCollector(stats))
@@ -138,6 +151,7 @@ class _EngineCollector(Collector):
             ("prompt_tokens", "prompt tokens admitted", stats.prompt_tokens),
             ("generation_tokens", "tokens generated", stats.generated_tokens),
             ("computed_tokens", "token positions computed, prefill and decode", stats.computed_tokens),
+            ("prefill_tokens", "token positions computed of prompts, or anew", stats.prefill_tokens),
             ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prompt_tokens),
             ("prefix_cache_hits", "prompt tokens found in the prefix cache", stats.cached_tokens),
             ("num_preemptions", "times that a running request gave up its blocks", stats.preemptions),

@@ -19,6 +19,7 @@ from ipc.control import Control, Drain, Idle, Order, StartError, end_on_error
 
 from .app import make_app
 from .connection import Connection, watch_backlogs
+from .console import Console
 from .gate import Gate
 from .metrics import Metrics
 from .service import Service
@@ -55,9 +56,10 @@ async def serve(spec: ChildSpec, control: Control) -> None:
             service.fail(order.reason)
 
     control.listen(on_order)
-    runner = web.AppRunner(
-        make_app(service, keep_alive, gate), handler_cancellation=True, shutdown_timeout=_CLOSE_SECONDS
-    )
+    stats = StatsSubscriber(spec.endpoints.stats, service.on_stats, service.on_stats_lost, service.on_details)
+    console = Console(spec, service, stats.ask_for_details) if server.console else None
+    app = make_app(service, keep_alive, gate, console)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_CLOSE_SECONDS)
     await runner.setup()
     manager = runner.server
     assert manager is not None
@@ -85,7 +87,6 @@ async def serve(spec: ChildSpec, control: Control) -> None:
         ssl_handshake_timeout=None if tls is None else server.client_timeout,
     )
     control.stage("waiting for the engine")
-    stats = StatsSubscriber(spec.endpoints.stats, service.on_stats, service.on_stats_lost)
     stats.start()
 
     async def announce() -> None:

@@ -507,3 +507,44 @@ class Stats(Message, frozen=True):
     pinned_blocks: int = 0
     loop_stops: int = 0
     blocks_unused: int = 0  # of the cached ones: those that nobody uses at the moment
+    prefill_tokens: int = 0  # of the computed ones: those of prompts, and what was lost and is computed again
+
+
+class LiveRequest(Message, frozen=True):
+    """One choice that has not ended, for people to look at; nothing of its text."""
+
+    id: str  # the client's name for it; several choices may share it
+    tenant: str
+    state: Literal["waiting", "prefill", "decode"]
+    prompt_tokens: int
+    cached_tokens: int  # of them found in the prefix cache
+    computed_tokens: int  # positions whose KV has been planned
+    generated_tokens: int
+    age_seconds: float  # since its arrival
+    preemptions: int
+
+
+class CachedPrefix(Message, frozen=True):
+    """One node of the prefix tree: a run of blocks that several prompts may continue."""
+
+    digest: str  # of namespace and first block, keyed anew at each start: tells nodes apart, and nothing of the text
+    namespace: str
+    blocks: int
+    end: int  # tokens from the start of the prompt to the node's end
+    on_host: bool
+    children: int
+    users: int  # running requests whose prefix goes through it
+    uses: int  # matches and insertions so far
+    idle_seconds: float  # since its last use, to about a second; at least so long when that is far back
+
+
+class EngineDetails(Message, frozen=True):
+    """What Stats only counts: some requests, and the largest nodes of the prefix tree. Sent only to who asks."""
+
+    time: float  # unix seconds
+    requests: tuple[LiveRequest, ...]  # running ones first, each kind in the order of arrival
+    prefixes: tuple[CachedPrefix, ...]  # largest first
+    prefix_nodes: int  # nodes of the tree, when it was last walked through
+
+
+FromStats = Stats | EngineDetails

@@ -64,6 +64,7 @@ class Counters:
 
     prompt_tokens: int = 0
     computed_tokens: int = 0
+    prefill_tokens: int = 0
     generated_tokens: int = 0
     finished: int = 0
     aborted: int = 0
@@ -315,6 +316,7 @@ class SchedulerCore:
         self.counters.computed_tokens += len(step.decodes) + step.prefill_tokens
         completed = frozenset(result.completed)
         failed = {failure.index: failure.message for failure in result.failed}
+        self.counters.prefill_tokens += step.prefill_tokens
         for request, _ in step.prefills:
             request.last_progress = time
         if result.prompt_scores:
@@ -455,6 +457,7 @@ class SchedulerCore:
             pinned_blocks=kv.pins.num_blocks,
             loop_stops=counters.loop_stops,
             blocks_unused=kv.tree.num_evictable,
+            prefill_tokens=counters.prefill_tokens,
         )
 
 

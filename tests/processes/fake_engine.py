@@ -31,6 +31,7 @@ from ipc.messages import (
     Delta,
     Detokenize,
     Detokenized,
+    EngineDetails,
     Failed,
     Finished,
     FinishReason,
@@ -289,6 +290,22 @@ class FakeEngine:
             self._publisher.send(stats)
 
         self._call(send())
+
+    def publish_details(self, details: EngineDetails) -> None:
+        async def send() -> None:
+            self._publisher.send_details(details)
+
+        self._call(send())
+
+    def is_watched(self) -> bool:
+        """Whether a console has asked for details."""
+        answer: list[bool] = []
+
+        async def ask() -> None:
+            answer.append(self._publisher.watched)
+
+        self._call(ask())
+        return answer[0]
 
     def close(self) -> None:
         async def stop() -> None:
