@@ -196,8 +196,6 @@ def _from_gguf(file: GGUFFile) -> ModelArch:
         raise ValueError(f"{file.path}: there is no token_embd.weight matrix in this file")
     hidden_size, num_heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     num_layers = fields.integer("block_count")
-    # For Qwen2 this would not say which layers have it.
-    window = fields.integer("attention.sliding_window", 0, least=0) if architecture == "llama" else 0
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise ValueError(f"{file.path}: keys and values of different head sizes are not supported")
@@ -221,7 +219,7 @@ def _from_gguf(file: GGUFFile) -> ModelArch:
             max_position=fields.integer("context_length"),
             rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon", 1e-5),
             rope=_rope_from_gguf(fields),
-            windows=(window,) * num_layers if window else (),
+            windows=_windows_from_gguf(fields, architecture, num_layers),
             tie_embeddings="output.weight" not in tensors,
             qkv_bias="blk.0.attn_q.bias" in tensors,
             o_bias="blk.0.attn_output.bias" in tensors,
@@ -235,6 +233,23 @@ def _from_gguf(file: GGUFFile) -> ModelArch:
         ),
         str(file.path),
     )
+
+
+def _windows_from_gguf(fields: Fields, architecture: str, num_layers: int) -> tuple[int, ...]:
+    """As llama.cpp reads them: the pattern says which layers have the window, or that each n-th one has none.
+
+    Without a pattern, all layers of a llama have it. Of a Qwen2 only some would, so nobody knows which: none.
+    """
+    window, key = fields.integer("attention.sliding_window", 0, least=0), "attention.sliding_window_pattern"
+    pattern = fields.values.get(key)
+    if not window or (pattern is None and architecture == "qwen2"):
+        return ()
+    if not isinstance(pattern, list):
+        period = fields.integer(key, 0, least=0)  # 0: every layer has it
+        pattern = [period == 0 or layer % period < period - 1 for layer in range(num_layers)]
+    if len(pattern) != num_layers or any(has_window not in (False, True) for has_window in pattern):
+        raise ValueError(f"{fields.source}: {key} is not a list of {num_layers} truth values, one for each layer")
+    return tuple(window if has_window else 0 for has_window in pattern) if any(pattern) else ()
 
 
 def _rope_from_gguf(fields: Fields) -> RopeConfig:

@@ -14,7 +14,7 @@ GRAMMAR_LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
-    "max_lexer_states": 50_000,  # 1 to 2 kB each
+    "max_lexer_states": 20_000,  # 1 to 2 kB each, for each row
     "verbose_errors": False,  # without the state and the grammar in each message
 }
 

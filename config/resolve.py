@@ -32,7 +32,9 @@ class Machine(Struct, frozen=True, kw_only=True):
     memory_available: int
     cpu_features: frozenset[str] = frozenset()
     gpus: int = 0
-    has_compiler: bool = False  # for C++
+    native_kernels: bool = False  # whether there are compiled ones
+    kernels_problem: str = ""  # why not
+    core_cpus: tuple[int, ...] = ()  # one CPU of each physical core; empty where threads can't be bound to CPUs
 
     @property
     def has_bfloat16(self) -> bool:
@@ -45,6 +47,7 @@ class Resolved(Struct, frozen=True, kw_only=True):
     config: Config
     plan: MemoryPlan
     reasons: tuple[str, ...]
+    rank_cpus: tuple[tuple[int, ...], ...] = ()  # of each rank's compute threads; empty: they are bound to none
 
 
 def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
@@ -86,6 +89,7 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
     if threads is None:
         threads = max(1, machine.cores // tp)
         reasons.append(f"threads {threads}: {machine.cores} physical cores for {tp} rank{'s' if tp > 1 else ''}")
+    rank_cpus = _rank_cpus(config, threads, native_kernels, machine, reasons)
 
     asked_len = config.model.max_model_len
     if asked_len is not None and asked_len > arch.max_position:
@@ -123,13 +127,14 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
             config.worker,
             device=device,
             threads=threads,
+            kernels="native" if native_kernels else "torch",
             kv_memory=str(kv_memory),
             host_kv_memory=str(host_memory),
             deterministic=True if config.worker.deterministic is None else config.worker.deterministic,
         ),
         supervisor=config.supervisor,
     )
-    return Resolved(config=resolved, plan=plan, reasons=tuple(reasons))
+    return Resolved(config=resolved, plan=plan, reasons=tuple(reasons), rank_cpus=rank_cpus)
 
 
 def _device(config: Config, machine: Machine, reasons: list[str]) -> str:
@@ -153,14 +158,36 @@ def _dtype(config: Config, machine: Machine, reasons: list[str]) -> str:
 
 
 def _native_kernels(config: Config, machine: Machine, reasons: list[str]) -> bool:
-    """Whether the ranks will probably use compiled kernels: with "auto", each decides when it has tried to compile."""
+    """Whether the ranks use compiled kernels."""
     if config.worker.kernels != "auto":
         return config.worker.kernels == "native"
-    if machine.has_compiler:
-        reasons.append("kernels native: there is a C++ compiler (torch if it fails)")
+    if machine.native_kernels:
+        reasons.append("kernels native: they are compiled for this CPU")
     else:
-        reasons.append("kernels torch: no C++ compiler was found ($CXX, c++, g++, clang++)")
-    return machine.has_compiler
+        reasons.append(f"kernels torch, many times slower: compiled ones can't be had: {machine.kernels_problem}")
+    return machine.native_kernels
+
+
+def _rank_cpus(
+    config: Config, threads: int, native_kernels: bool, machine: Machine, reasons: list[str]
+) -> tuple[tuple[int, ...], ...]:
+    """For --pin-threads, a CPU for each compute thread of each rank; neighbouring cores for each rank."""
+    if not config.worker.pin_threads:
+        return ()
+    if not native_kernels:
+        raise ConfigError("--pin-threads: only threads of compiled kernels can be bound to cores, not plain torch's")
+    tp, cpus = config.worker.tp, machine.core_cpus
+    if not cpus:
+        raise ConfigError("--pin-threads: this system does not let a process bind its threads to cores")
+    if tp * threads > len(cpus):
+        raise ConfigError(
+            f"--pin-threads: {tp} rank{'s' if tp > 1 else ''} of --threads {threads} need{'' if tp > 1 else 's'} "
+            f"{tp * threads} physical cores, but this process may use {len(cpus)}"
+        )
+    ranks = tuple(cpus[rank * threads : (rank + 1) * threads] for rank in range(tp))
+    named = "; ".join(f"rank {rank} {','.join(map(str, of_rank))}" for rank, of_rank in enumerate(ranks))
+    reasons.append(f"pin_threads on: CPUs of {named}")
+    return ranks
 
 
 def _kv_dtype(config: Config, dtype: str, native_kernels: bool, reasons: list[str]) -> str:

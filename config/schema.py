@@ -54,6 +54,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ]
         | None
     ) = None
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        Meta(
+            description="requests that do not say are sampled as the model's generation_config.json (or GGUF file) "
+            "recommends, else as OpenAI does (auto); or always as OpenAI does (none)"
+        ),
+    ] = "auto"
 
 
 class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,6 +77,29 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     keepalive_seconds: Annotated[
         float, Meta(description="an SSE comment is sent on streams silent for this many seconds", ge=0.1, le=3600)
     ] = 10.0
+    client_timeout: Annotated[
+        float,
+        Meta(
+            description="seconds after which a connection is closed whose client has not sent its request, takes in "
+            "nothing of its answer, or sends no further request",
+            ge=1,
+            le=3600,
+        ),
+    ] = 75.0
+    api_key_file: Annotated[
+        str,
+        Meta(
+            description="file of API keys, a line 'sha256:HEX [name]' for each (python -m launch.keys makes one); "
+            "further keys come from the variable TOKENMILL_API_KEYS, comma-separated. Without keys nobody is asked "
+            "for one"
+        ),
+    ] = ""
+    cors_origin: Annotated[
+        tuple[str, ...],
+        Meta(description="origins whose web pages may use the API, such as https://chat.example.org, or * for all"),
+    ] = ()
+    tls_cert: Annotated[str, Meta(description="PEM file with the certificate chain, for HTTPS; needs --tls-key")] = ""
+    tls_key: Annotated[str, Meta(description="PEM file with the certificate's private key, not encrypted")] = ""
     tool_parser: Annotated[
         ToolParserName,
         Meta(
@@ -87,6 +117,7 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         tuple[str, ...],
         Meta(description="names that requests may pass to the chat template, comma-separated"),
     ] = ("enable_thinking", "thinking", "reasoning_effort", "date_string", "tools_in_user_message")
+    console: Annotated[bool, Meta(description="serve the web console at /")] = True
 
 
 class TokenizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -224,11 +255,14 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ),
     ] = None
     threads: Annotated[int, Meta(description="compute threads of each rank on a CPU", ge=1, le=1024)] | None = None
+    pin_threads: Annotated[
+        bool, Meta(description="bind each compute thread to a physical core of its own, so that ranks share none")
+    ] = False
     kernels: Annotated[
         Literal["auto", "native", "torch"],
         Meta(
             description="CPU kernels: compiled C++ (native), or plain torch operations (torch); auto: native where "
-            "there is a C++ compiler"
+            "they can be compiled"
         ),
     ] = "auto"
     deterministic: Annotated[
@@ -264,7 +298,7 @@ class SupervisorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All settings. Before `resolve`, fields may be None or "auto"; after it, only `quantization` and `kernels` are."""
+    """All settings. Before `resolve`, fields may be None or "auto"; after it, only `quantization` is."""
 
     model: ModelConfig = ModelConfig()
     server: ServerConfig = ServerConfig()
@@ -324,6 +358,17 @@ class ModelArch(Struct, frozen=True, kw_only=True):
     name: str = ""
 
 
+class GenerationDefaults(Struct, frozen=True, kw_only=True):
+    """What a model recommends for requests that do not say; None: nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+
 class Endpoints(Struct, frozen=True, kw_only=True):
     """ZeroMQ addresses of one run; all lie in its private directory."""
 
@@ -348,5 +393,7 @@ class ChildSpec(Struct, frozen=True, kw_only=True):
     kv_memory_bytes: int  # for each rank
     num_blocks: int  # KV blocks of each rank, decided by the memory plan
     num_host_blocks: int = 0  # likewise, of the host tier
+    cpus: tuple[int, ...] = ()  # ranks: what each compute thread is bound to; empty: nothing
     listen_fd: int = -1  # frontends: the bound TCP socket
     rendezvous_port: int = 0  # ranks: torch.distributed on loopback when tp > 1
+    generation: GenerationDefaults = GenerationDefaults()

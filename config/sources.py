@@ -20,6 +20,7 @@ from msgspec import Meta, Struct
 from config.schema import Config
 
 ENVIRONMENT_PREFIX = "TOKENMILL_"
+API_KEYS_VARIABLE = ENVIRONMENT_PREFIX + "API_KEYS"  # never a flag or an entry of the file: see `config.api_keys`
 
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -250,7 +251,7 @@ def _from_file(path: Path) -> dict[Option, Any]:
 
 def _unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Warnings for variables that look like a misspelt setting; others with our prefix may belong to other tools."""
-    known = [option.variable for option in options()] + [ENVIRONMENT_PREFIX + "CONFIG"]
+    known = [option.variable for option in options()] + [ENVIRONMENT_PREFIX + "CONFIG", API_KEYS_VARIABLE]
     found = []
     for name in environ:
         if name.startswith(ENVIRONMENT_PREFIX) and name not in known:

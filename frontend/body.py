@@ -9,11 +9,12 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from .errors import ApiError
+from .service import SERVICE
+from .unknown import unknown_fields
 
 T = TypeVar("T")
 
 MAX_DEPTH = 64  # of nested arrays and objects
-READ_TIMEOUT = 60.0  # seconds for the whole body to arrive
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
@@ -23,20 +24,21 @@ _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
 async def read_body(request: web.Request, limit: int) -> bytes:
-    """The body, read as it arrives; 413 as soon as it is known to exceed `limit` bytes."""
+    """The body, read as it arrives; 413 as soon as it is known to exceed `limit` bytes, 408 when it takes too long."""
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise ApiError(415, "compressed bodies are not supported: send the body without Content-Encoding")
     if request.content_length is not None and request.content_length > limit:
         raise _too_large(limit)
     data = bytearray()
+    seconds = request.app[SERVICE].client_timeout
     try:
-        async with asyncio.timeout(READ_TIMEOUT):
+        async with asyncio.timeout(seconds):
             async for part in request.content.iter_any():
                 data += part
                 if len(data) > limit:
                     raise _too_large(limit)
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {READ_TIMEOUT:g} seconds") from None
+        raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
     except (HttpProcessingError, web.RequestPayloadError):
         raise ApiError(400, "the body's transfer encoding is broken") from None
     return bytes(data)
@@ -47,23 +49,22 @@ def _too_large(limit: int) -> ApiError:
 
 
 def decode_body(data: bytes, decoder: msgspec.json.Decoder[T]) -> tuple[T, list[str]]:
-    """The typed body, and the names of top-level fields that its type does not know."""
+    """The typed body, and the names of fields that its type does not know."""
     check_depth(data)
     try:
         data.decode()  # the decoder does not look into strings of fields that it skips
         body = decoder.decode(data)
-        names = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        return body, unknown_fields(data, type(body))
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8 (byte {error.start})") from None
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise invalid_body(str(error)) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON, or holds an unpaired surrogate: {error}") from None
-    known = set(type(body).__struct_fields__)  # type: ignore[attr-defined]
-    return body, [name for name in names if name not in known]
 
 
-def _invalid(text: str) -> ApiError:
+def invalid_body(text: str) -> ApiError:
+    """400 for a body of another type than expected; `text` is what msgspec's ValidationError says."""
     if missing := _MISSING.search(text):
         parent = _PATH.search(text)
         name = f"{parent[1]}.{missing[1]}" if parent and parent[1] else missing[1]

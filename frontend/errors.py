@@ -16,7 +16,8 @@ UNAVAILABLE = "server_error"
 
 
 class ApiError(Exception):
-    """An error with its HTTP status, shaped like OpenAI's error object. `retry_after` is in seconds."""
+    """An error with its HTTP status, shaped like OpenAI's error object. `retry_after` is in seconds; `headers` are
+    further ones of its response."""
 
     def __init__(
         self,
@@ -27,11 +28,13 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: float | None = None,
+        headers: Mapping[str, str] = {},
     ) -> None:
         super().__init__(message)
         self.status = status
         self.body = ErrorBody(message, type, param, code)
         self.retry_after = retry_after
+        self.headers = headers
 
     @classmethod
     def of_failed(cls, failed: Failed) -> "ApiError":
@@ -61,6 +64,7 @@ class ApiError(Exception):
 
     def response(self) -> web.Response:
         response = web.Response(status=self.status, body=self.encode(), content_type="application/json")
+        response.headers.update(self.headers)
         if self.retry_after is not None:
             response.headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
         return response

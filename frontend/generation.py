@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator
 
 from ipc.client import AsyncClient, RequestFailed, RequestOptions, Stream
-from ipc.messages import Delta, Finished
+from ipc.messages import Delta, Finished, PromptInfo
 
 from .errors import ApiError
 from .metrics import Metrics
@@ -87,6 +87,12 @@ class Generation:
             else:
                 self._metrics.inter_token.observe((now - last) / tokens)
         return batch
+
+    def prompt_of(self, index: int) -> PromptInfo:
+        """What a choice's prompt is, once the choice has begun; for jobs that ask for it."""
+        info = self._streams[index // self._choices].prompt
+        assert info is not None, "the engine tells of the prompt first"
+        return info
 
     def usage(self) -> Usage:
         """Token counts once all choices have finished: each prompt counts once, whatever `n` is.

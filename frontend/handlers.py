@@ -11,8 +11,9 @@ from .generation import Generation
 from .middleware import note_ignored
 from .parsed_responses import chat_responder
 from .protocol import Model, ModelList, chat_decoder, completion_decoder
+from .rendering import Renderer
 from .requests import Job, chat_job, completion_job
-from .responses import CompletionResponder, Responder
+from .responses import CompletionResponder
 from .service import SERVICE
 from .streaming import KeepAlive, stream_answer
 from .tenant import tenant_of
@@ -27,7 +28,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body, unknown = decode_body(await read_body(request, service.max_body_bytes), chat_decoder)
     note_ignored(request, unknown)
     job = chat_job(body, model)
-    return await _generate(request, job, chat_responder(job, service.fingerprint))
+    return await generate(request, job, chat_responder(job, service.fingerprint))
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -37,20 +38,21 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body, unknown = decode_body(await read_body(request, service.max_body_bytes), completion_decoder)
     note_ignored(request, unknown)
     job = completion_job(body, model)
-    return await _generate(request, job, CompletionResponder(job, service.fingerprint))
+    return await generate(request, job, CompletionResponder(job, service.fingerprint))
 
 
-async def _generate(request: web.Request, job: Job, responder: Responder) -> web.StreamResponse:
+async def generate(request: web.Request, job: Job, renderer: Renderer) -> web.StreamResponse:
+    """Run a job and answer with its outputs in the form of `renderer`, streamed or whole."""
     service = request.app[SERVICE]
     service.model_for_new_request()  # a drain may have begun while the body was read
     with service.running():
-        tenant = tenant_of(request.headers.get("Authorization"))
-        generation = Generation(service.client, job, request["id"], service.metrics, tenant)
+        generation = Generation(service.client, job, request["id"], service.metrics, tenant_of(request))
+        renderer.prompt_of = generation.prompt_of
         try:
             if job.stream:
-                return await stream_answer(request, generation, responder, request.app[KEEP_ALIVE])
+                return await stream_answer(request, generation, renderer, request.app[KEEP_ALIVE])
             batches = [batch async for batch in generation.batches()]
-            return _json(responder.whole(batches, generation.usage()))
+            return json_response(renderer.whole(batches, generation.usage()))
         finally:
             # Also reached when the client leaves: aiohttp then cancels this handler.
             generation.close()
@@ -59,7 +61,7 @@ async def _generate(request: web.Request, job: Job, responder: Responder) -> web
 async def list_models(request: web.Request) -> web.StreamResponse:
     """GET /v1/models"""
     model = request.app[SERVICE].model()
-    return _json(msgspec.json.encode(ModelList([_describe(name, model) for name in model.names])))
+    return json_response(msgspec.json.encode(ModelList([_describe(name, model) for name in model.names])))
 
 
 async def get_model(request: web.Request) -> web.StreamResponse:
@@ -73,12 +75,13 @@ async def get_model(request: web.Request) -> web.StreamResponse:
             param="model",
             code="model_not_found",
         )
-    return _json(msgspec.json.encode(_describe(name, model)))
+    return json_response(msgspec.json.encode(_describe(name, model)))
 
 
 def _describe(name: str, model: ModelInfo) -> Model:
     return Model(name, model.created, model.max_model_len)
 
 
-def _json(body: bytes) -> web.Response:
+def json_response(body: bytes) -> web.Response:
+    """The response with this JSON."""
     return web.Response(body=body, content_type="application/json")

@@ -5,6 +5,7 @@ whichever of them is asked answers with the sum. `PROMETHEUS_MULTIPROC_DIR` must
 The scheduler's numbers come from its latest `Stats` and are exposed once. Names follow vLLM's where it has one.
 """
 
+import asyncio
 import os
 from collections.abc import Iterator
 
@@ -15,8 +16,11 @@ from prometheus_client.registry import Collector
 
 from ipc.messages import FinishReason, Stats
 
+from .histogram import TokenHistogram
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+_FLUSH_SECONDS = 0.5
 _FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN = (
     0.001,
@@ -50,10 +54,11 @@ class Metrics:
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "from the request's arrival to a choice's first token", _FIRST_TOKEN
         )
-        self.inter_token = self._histogram(
-            "inter_token_latency_seconds",
+        self.inter_token = TokenHistogram(
+            "tokenmill:inter_token_latency_seconds",
             "time between two arrivals of tokens of one choice, divided by the tokens of the later one",
             _INTER_TOKEN,
+            self._registry,
         )
         self.request_latency = self._histogram(
             "e2e_request_latency_seconds", "from the request's arrival to the end of its last choice", _LATENCY
@@ -77,13 +82,32 @@ class Metrics:
         """Count an answered request; `route` is the pattern, not the path."""
         self._http.labels(route, str(status)).inc()
 
+    async def run(self) -> None:
+        """Keep what other frontends can see of this one's numbers up to date."""
+        while True:
+            await asyncio.sleep(_FLUSH_SECONDS)
+            self.inter_token.flush()
+
+    def _all_frontends(self) -> CollectorRegistry:
+        if self._multiprocess_dir is None:
+            return self._registry
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry, self._multiprocess_dir)  # type: ignore[no-untyped-call]
+        return registry
+
+    def histograms(self, *names: str) -> dict[str, dict[float, float]]:
+        """By name of a histogram: its observations so far up to each bound in seconds. Reads files, like `render`."""
+        buckets = {f"tokenmill:{name}_bucket": name for name in names}
+        counts: dict[str, dict[float, float]] = {name: {} for name in names}
+        for metric in self._all_frontends().collect():
+            for sample in metric.samples:
+                if sample.name in buckets:
+                    counts[buckets[sample.name]][float(sample.labels["le"])] = sample.value
+        return {name: dict(sorted(by_bound.items())) for name, by_bound in counts.items()}
+
     def render(self, stats: Stats | None) -> bytes:
         """Everything in Prometheus' text format. Reads files: not for the event loop."""
-        registry = self._registry
-        if self._multiprocess_dir is not None:
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry, self._multiprocess_dir)  # type: ignore[no-untyped-call]
-        text = generate_latest(registry)
+        text = generate_latest(self._all_frontends())
         if stats is not None:
             engine = CollectorRegistry()
             engine.register(_EngineCollector(stats))
@@ -127,6 +151,7 @@ class _EngineCollector(Collector):
             ("prompt_tokens", "prompt tokens admitted", stats.prompt_tokens),
             ("generation_tokens", "tokens generated", stats.generated_tokens),
             ("computed_tokens", "token positions computed, prefill and decode", stats.computed_tokens),
+            ("prefill_tokens", "token positions computed of prompts, or anew", stats.prefill_tokens),
             ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prompt_tokens),
             ("prefix_cache_hits", "prompt tokens found in the prefix cache", stats.cached_tokens),
             ("num_preemptions", "times that a running request gave up its blocks", stats.preemptions),

@@ -1,16 +1,17 @@
-"""Around every handler: the request id, error objects, and counting."""
+"""Around every handler: the request id, the API key, error objects, and counting."""
 
 import asyncio
 import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 from urllib.parse import quote
 
 from aiohttp import HttpVersion11, web
 
 from .errors import UNAVAILABLE, ApiError
+from .gate import GATE
+from .route import Handler
 from .service import SERVICE
 
 log = logging.getLogger(__name__)
@@ -22,7 +23,8 @@ MAX_IGNORED_LENGTH = 64  # characters of each, before encoding
 _VALID_ID = re.compile(r"[\x21-\x7e][\x20-\x7e]{0,127}")
 _CLIENT_CLOSED = 499  # nginx's number for a client that left; only metrics see it
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+OPEN_HANDLERS: web.AppKey[frozenset[Handler]] = web.AppKey("open_handlers", frozenset)  # they need no API key
 
 
 def note_ignored(request: web.Request, names: list[str]) -> None:
@@ -37,6 +39,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     response.headers[REQUEST_ID] = request.get("id") or uuid.uuid4().hex
     if ignored := request.get("ignored"):
         response.headers[IGNORED] = ignored
+    request.app[GATE].add_cors_headers(request, response)
 
 
 async def expect(request: web.Request) -> None:
@@ -56,7 +59,7 @@ def _expectation(request: web.Request) -> str:
 
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give the request its id, turn what its handler raises into an error object, and count the answer."""
+    """Give the request its id, check its key, turn what its handler raises into an error object, count the answer."""
     started = time.monotonic()
     status = _CLIENT_CLOSED
     try:
@@ -79,6 +82,10 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise ApiError(400, f"{REQUEST_ID} must have 1 to 128 printable ASCII characters", param=REQUEST_ID)
         if _expectation(request) not in ("", "100-continue"):
             raise ApiError(417, "Expect: the only expectation that can be met is 100-continue")
+        gate = request.app[GATE]
+        if gate.is_preflight(request):
+            return gate.preflight(request)
+        request["tenant"] = gate.admit(request, needs_key=request.match_info.handler not in request.app[OPEN_HANDLERS])
         return await handler(request)
     except ApiError as error:
         return error.response()

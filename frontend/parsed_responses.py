@@ -32,17 +32,18 @@ class ParsedChatResponder(ChatResponder):
 
     def chunks(self, batch: Batch) -> bytes:
         """Server-sent events for what arrived together; empty when nothing is to be said yet."""
-        choices: list[bytes] = []
+        events: list[bytes] = []
         for index, item in batch:
             if index not in self._begun:
                 self._begun.add(index)
-                choices += self._first_choices(index)
+                events += [self._event(choice, self._head_members(index)) for choice in self._first_choices(index)]
             if isinstance(item, Finished):
-                choices += [self._piece_choice(index, piece) for piece in self._finish(index)]
+                choices = [self._piece_choice(index, piece) for piece in self._finish(index)]
                 choices.append(self._last_choice(index, item))
             else:
-                choices += self._delta_choices(index, item)
-        return b"".join(self._head + choice + self._tail for choice in choices)
+                choices = self._delta_choices(index, item)
+            events += map(self._event, choices)
+        return b"".join(events)
 
     def _first_choices(self, index: int) -> list[bytes]:
         # Null, since it is not known whether there will be text at all.

@@ -4,10 +4,12 @@ Fields beyond OpenAI's (`top_k`, `min_p`, ...) have the names that other open se
 null. Fields that are not listed here are accepted and named in a response header.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
+
+from .prompt_fields import PromptLogprobs
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 MAX_DIGITS = 19  # of a logit_bias key; any int64 has no more
@@ -125,6 +127,9 @@ class SamplingFields(Struct, kw_only=True):
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
     stop_on_loop: int | None = None  # end an output that ends in so many repeats; 0: never; null: the server's setting
     priority: int | None = None  # lower starts earlier, under --policy priority
     ttft_target_ms: float | None = None  # 429 at once when the first token is predicted to come later
@@ -172,6 +177,20 @@ class CompletionRequest(SamplingFields, kw_only=True):
     suffix: str | None = None
 
 
+class EmbeddingRequest(Struct, kw_only=True):
+    """Body of POST /v1/embeddings."""
+
+    model: str
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    user: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    # Refused with an explanation:
+    dimensions: int | None = None
+
+
+embedding_decoder = msgspec.json.Decoder(EmbeddingRequest)
 chat_decoder = msgspec.json.Decoder(ChatRequest)
 completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
@@ -217,8 +236,8 @@ class ChatLogprobs(Struct):
 
 class CompletionLogprobs(Struct):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # null: the first token of an echoed prompt, as in the next
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -247,9 +266,14 @@ class CompletionChoice(Struct):
     finish_reason: str
     stop_reason: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class CompletionResponse(Struct, kw_only=True):
+Choice = TypeVar("Choice", ChatChoice, CompletionChoice)
+
+
+class CompletionResponse(Struct, Generic[Choice], kw_only=True):
     """Answer to a request that does not stream, of either kind."""
 
     id: str
@@ -257,8 +281,30 @@ class CompletionResponse(Struct, kw_only=True):
     created: int
     model: str
     system_fingerprint: str
-    choices: list[ChatChoice] | list[CompletionChoice]
+    choices: list[Choice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # of chats: completions have them in their choices
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Embedding(Struct):
+    index: int
+    embedding: list[float] | str  # numbers, or base64 of little-endian float32
+    object: str = "embedding"
+
+
+class EmbeddingUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingResponse(Struct):
+    """Answer to an embedding request."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
 
 
 class Model(Struct):

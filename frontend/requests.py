@@ -20,6 +20,7 @@ from .tools import tool_request
 T = TypeVar("T")
 
 MAX_PROMPTS = 128  # in one completion request
+MAX_PARTS = 1024  # in the content of one message
 MAX_SALT = 256  # characters of cache_salt
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 _ROLES = {"developer": "system"}  # OpenAI's newer word; chat templates know the older one
@@ -33,17 +34,18 @@ class Job(Struct, frozen=True):
     model: str  # the name that the client asked for
     stream: bool
     include_usage: bool
-    echo: tuple[str, ...] = ()  # prompt texts to put before the outputs
+    echo: bool = False  # the prompt comes before the output
     return_token_ids: bool = False
     options: RequestOptions = {}  # of those, what a body can say
     cache_salt: str = ""
+    prompt_logprobs: int | None = None  # that the answer lists; `params` may ask for more, for the echo's
     renamed: dict[str, str] = {}  # parameters of the engine that came in under another name
     output_format: OutputFormat = OutputFormat()
 
 
 def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
     """The job of a chat request."""
-    _check_model(body.model, model)
+    check_model(body.model, model)
     _refuse_unsupported(body)
     tools = tool_request(body, model)
     if body.modalities not in (None, ["text"]):
@@ -52,12 +54,12 @@ def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
         raise ApiError(400, "audio is not supported: the model generates text only", param="audio")
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    prompt = ChatPrompt(
-        messages=tuple(_chat_message(index, message) for index, message in enumerate(body.messages)),
-        add_generation_prompt=_given(body.add_generation_prompt, not body.continue_final_message),
-        continue_final_message=bool(body.continue_final_message),
-        tools=tools.shown,
-        template_kwargs=msgspec.json.encode(body.chat_template_kwargs) if body.chat_template_kwargs else b"",
+    prompt = chat_prompt(
+        body.messages,
+        body.add_generation_prompt,
+        body.continue_final_message,
+        tools.shown,
+        msgspec.json.encode(body.chat_template_kwargs) if body.chat_template_kwargs else b"",
     )
     renamed = {"logprobs": "top_logprobs"}
     max_tokens = body.max_tokens
@@ -70,20 +72,31 @@ def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
 
 def completion_job(body: protocol.CompletionRequest, model: ModelInfo) -> Job:
     """The job of a completion request."""
-    _check_model(body.model, model)
+    check_model(body.model, model)
     _refuse_unsupported(body)
     if body.suffix is not None:
         raise _not_yet("suffix")
-    prompts = _prompts(body.prompt)
-    echo: tuple[str, ...] = ()
-    if body.echo:
-        if body.logprobs is not None:
-            raise ApiError(400, "echo together with logprobs is not supported yet", param="echo")
-        echo = tuple(prompt.text for prompt in prompts if isinstance(prompt, TextPrompt))
-        if len(echo) != len(prompts):
-            raise ApiError(400, "echo of a prompt given as token ids is not supported yet", param="echo")
-    max_tokens = _given(body.max_tokens, min(DEFAULT_COMPLETION_TOKENS, model.max_model_len - 1))
-    return _job(body, prompts, max_tokens, body.logprobs, model, {}, echo)
+    max_tokens = body.max_tokens
+    if max_tokens is None and model.defaults.max_tokens is None:
+        max_tokens = min(DEFAULT_COMPLETION_TOKENS, model.max_model_len - 1)
+    return _job(body, prompts_of(body.prompt), max_tokens, body.logprobs, model, {}, bool(body.echo))
+
+
+def chat_prompt(
+    messages: list[protocol.Message],
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    tools: bytes = b"",
+    template_kwargs: bytes = b"",
+) -> ChatPrompt:
+    """The prompt of a chat's messages; `tools` and `template_kwargs` are JSON."""
+    return ChatPrompt(
+        messages=tuple(_chat_message(index, message) for index, message in enumerate(messages)),
+        add_generation_prompt=_given(add_generation_prompt, not continue_final_message),
+        continue_final_message=bool(continue_final_message),
+        tools=tools,
+        template_kwargs=template_kwargs,
+    )
 
 
 def _given(value: T | None, default: T) -> T:
@@ -94,7 +107,8 @@ def _not_yet(name: str) -> ApiError:
     return ApiError(400, f"{name} is not supported yet", param=name)
 
 
-def _check_model(name: str, model: ModelInfo) -> None:
+def check_model(name: str, model: ModelInfo) -> None:
+    """404 for a model that is not served."""
     if name not in model.names:
         raise ApiError(
             404,
@@ -125,6 +139,9 @@ def _chat_message(index: int, message: protocol.Message) -> ChatMessage:
             raise ApiError(400, f"{where}.content is required for role {message.role}", param=f"{where}.content")
         content = ""
     elif not isinstance(content, str):
+        if len(content) > MAX_PARTS:
+            where = f"{where}.content"
+            raise ApiError(400, f"{where} may have at most {MAX_PARTS} parts, not {len(content)}", param=where)
         content = "".join(_part_text(f"{where}.content[{at}]", part) for at, part in enumerate(content))
     return ChatMessage(
         _ROLES.get(message.role, message.role),
@@ -144,28 +161,37 @@ def _part_text(where: str, part: protocol.ContentPart) -> str:
     return part.text
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[TextPrompt | TokenPrompt, ...]:
-    """The prompts of a completion request: a text, several, a list of token ids, or several of those."""
-    if isinstance(prompt, str):
-        return (TextPrompt(prompt),)
-    if not prompt:
-        raise ApiError(400, "prompt must not be empty", param="prompt")
-    if all(isinstance(item, int) for item in prompt):
-        return (_token_prompt(prompt),)  # type: ignore[arg-type]
-    if len(prompt) > MAX_PROMPTS:
-        raise ApiError(400, f"prompt may have at most {MAX_PROMPTS} prompts, not {len(prompt)}", param="prompt")
-    if all(isinstance(item, str) for item in prompt):
-        return tuple(TextPrompt(text) for text in prompt)  # type: ignore[arg-type]
-    if all(isinstance(item, list) for item in prompt):
-        return tuple(_token_prompt(ids) for ids in prompt)  # type: ignore[arg-type]
-    raise ApiError(400, "prompt must be a string, strings, token ids or lists of token ids, not a mix", param="prompt")
+def prompts_of(given: str | list[str | int | list[int]], param: str = "prompt") -> tuple[TextPrompt | TokenPrompt, ...]:
+    """A text, several, a list of token ids, or several of those; `param` is the field that they came in."""
+    if isinstance(given, str):
+        return (TextPrompt(given),)
+    if not given:
+        raise ApiError(400, f"{param} must not be empty", param=param)
+    if all(isinstance(item, int) for item in given):
+        return (_token_prompt(given, param),)  # type: ignore[arg-type]
+    if len(given) > MAX_PROMPTS:
+        raise ApiError(400, f"{param} may have at most {MAX_PROMPTS} prompts, not {len(given)}", param=param)
+    if all(isinstance(item, str) for item in given):
+        return tuple(TextPrompt(text) for text in given)  # type: ignore[arg-type]
+    if all(isinstance(item, list) for item in given):
+        return tuple(_token_prompt(ids, param) for ids in given)  # type: ignore[arg-type]
+    raise ApiError(400, f"{param} must be a string, strings, token ids or lists of token ids, not a mix", param=param)
 
 
-def _token_prompt(ids: Sequence[int]) -> TokenPrompt:
+def _token_prompt(ids: Sequence[int], param: str) -> TokenPrompt:
     try:
         return TokenPrompt(pack_ints(ids))
     except OverflowError:
-        raise ApiError(400, "prompt: a token id does not fit 32 bits", param="prompt") from None
+        raise ApiError(400, f"{param}: a token id does not fit 32 bits", param=param) from None
+
+
+def _scored(asked: int | None, echoed: int | None, echo_only: bool) -> int | None:
+    """Alternatives for each prompt token; None: its log-probabilities are not wanted.
+
+    A request that only echoes its prompt is one for its log-probabilities: else there would be nothing to compute.
+    """
+    wanted = [count for count in (asked, echoed, 0 if echo_only else None) if count is not None]
+    return max(wanted, default=None)
 
 
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
@@ -182,20 +208,20 @@ def _job(
     logprobs: int | None,
     model: ModelInfo,
     renamed: dict[str, str],
-    echo: tuple[str, ...] = (),
+    echo: bool = False,
 ) -> Job:
-    stop = body.stop
+    stop, defaults = body.stop, model.defaults
     grammar, grammar_name = grammar_of(body)
     renamed = {**renamed, "grammar": grammar_name}
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=_given(body.min_tokens, 0),
-        temperature=_given(body.temperature, 1.0),
-        top_p=_given(body.top_p, 1.0),
-        top_k=0 if body.top_k in (None, -1) else body.top_k,
-        min_p=_given(body.min_p, 0.0),
+        temperature=_given(body.temperature, defaults.temperature),
+        top_p=_given(body.top_p, defaults.top_p),
+        top_k=0 if body.top_k == -1 else _given(body.top_k, defaults.top_k),
+        min_p=_given(body.min_p, defaults.min_p),
         seed=body.seed,
-        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=_given(body.presence_penalty, 0.0),
         frequency_penalty=_given(body.frequency_penalty, 0.0),
         logit_bias=_logit_bias(body.logit_bias),
@@ -207,6 +233,9 @@ def _job(
         logprobs=logprobs,
         n=_given(body.n, 1),
         stop_on_loop=body.stop_on_loop,
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=tuple(body.bad_words or ()),
+        prompt_logprobs=_scored(body.prompt_logprobs, logprobs if echo else None, echo and max_tokens == 0),
         grammar=grammar,
     )
     options: RequestOptions = {
@@ -214,6 +243,8 @@ def _job(
         "ttft_target_ms": body.ttft_target_ms,
         "cache_pin_seconds": _given(body.cache_pin_seconds, 0.0),
     }
+    if echo or body.return_token_ids:
+        options["return_prompt"] = True
     cache_salt = _given(body.cache_salt, "")
     try:
         validate_options(**options)
@@ -233,5 +264,6 @@ def _job(
         bool(body.return_token_ids),
         options,
         cache_salt,
+        body.prompt_logprobs,
         renamed,
     )

@@ -3,18 +3,19 @@
 Chunks are put together from parts encoded once per request, since a chunk is built for each token.
 """
 
-import codecs
 import time
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
 from ipc.codec import unpack_ints
-from ipc.messages import Delta, Finished, PositionLogprobs, TokenLogprob
+from ipc.messages import Delta, Finished, PositionLogprobs, PromptInfo, TokenLogprob
 
 from .generation import Batch
+from .prompt_fields import echoed_logprobs, finite, prompt_logprobs
 from .protocol import (
     AssistantMessage,
     ChatChoice,
@@ -26,15 +27,15 @@ from .protocol import (
     TopLogprob,
     Usage,
 )
+from .rendering import Renderer
 from .requests import Job
 
 _encode = msgspec.json.Encoder().encode
-_LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
 
 DONE = b"data: [DONE]\n\n"
 
 
-class Responder(ABC):
+class Responder(Renderer):
     """Builds the answer to one request, streamed or whole. Index is the choice's, over all prompts."""
 
     id_prefix: str
@@ -47,6 +48,7 @@ class Responder(ABC):
         self.id = self.id_prefix + uuid.uuid4().hex
         self.created = int(time.time())
         self._fingerprint = fingerprint
+        self.prompt_of: Callable[[int], PromptInfo] = _no_prompt  # by index of a choice that has begun
         self._begun: set[int] = set()
         head = {
             "id": self.id,
@@ -74,11 +76,11 @@ class Responder(ABC):
                 deltas.setdefault(index, [])
             else:
                 deltas.setdefault(index, []).append(item)
-        choices: list[bytes] = []
+        events: list[bytes] = []
         for index, items in deltas.items():
             if index not in self._begun:
                 self._begun.add(index)
-                choices += self._first_choices(index)
+                events += [self._event(choice, self._head_members(index)) for choice in self._first_choices(index)]
             text = "".join(item.text for item in items)
             logprobs = [position for item in items for position in item.logprobs]
             token_ids = self._token_ids(items)
@@ -87,10 +89,28 @@ class Responder(ABC):
                 choice = self._text_choice(index, text, found)
                 if token_ids:
                     choice = choice[:-1] + b',"token_ids":' + _encode(token_ids) + b"}"
-                choices.append(choice)
+                events.append(self._event(choice))
             if index in ends:
-                choices.append(self._last_choice(index, ends[index]))
-        return b"".join(self._head + choice + self._tail for choice in choices)
+                events.append(self._event(self._last_choice(index, ends[index])))
+        return b"".join(events)
+
+    def _event(self, choice: bytes, members: bytes = b"") -> bytes:
+        """A chunk with one choice; `members` of the chunk itself, each with a comma before it."""
+        return self._head + choice + b"]" + members + self._tail[1:]
+
+    def _head_members(self, index: int) -> bytes:
+        """What the first chunk of a choice says of the prompt besides."""
+        return b""
+
+    def _prompt_members(self, index: int) -> bytes:
+        """What was asked for of a choice's prompt, as members of a JSON object, each with a comma before it."""
+        members = b""
+        if self.job.prompt_logprobs is not None:
+            logprobs = prompt_logprobs(self.prompt_of(index), self.job.prompt_logprobs)
+            members += b',"prompt_logprobs":' + _encode(logprobs)
+        if self.job.return_token_ids:
+            members += b',"prompt_token_ids":' + _encode(list(unpack_ints(self.prompt_of(index).token_ids)))
+        return members
 
     def _token_ids(self, items: Iterable[Delta]) -> list[int]:
         """Ids of the tokens in these deltas; none when none were asked for."""
@@ -116,17 +136,21 @@ class Responder(ABC):
                 else:
                     deltas[index].append(item)
         choices = [self._whole(index, deltas[index], ends[index]) for index in range(count)]
-        return _encode(
-            CompletionResponse(
-                id=self.id,
-                object=self.object_name,
-                created=self.created,
-                model=self.job.model,
-                system_fingerprint=self._fingerprint,
-                choices=choices,  # type: ignore[arg-type]
-                usage=usage,
-            )
+        answer: CompletionResponse[Any] = CompletionResponse(
+            id=self.id,
+            object=self.object_name,
+            created=self.created,
+            model=self.job.model,
+            system_fingerprint=self._fingerprint,
+            choices=choices,
+            usage=usage,
         )
+        self._add_prompt_fields(answer)
+        return _encode(answer)
+
+    @abstractmethod
+    def _add_prompt_fields(self, answer: CompletionResponse[Any]) -> None:
+        """What was asked for of the prompts, where this API says it."""
 
     def _whole(self, index: int, items: list[Delta], end: Finished) -> ChatChoice | CompletionChoice:
         text = "".join(item.text for item in items)
@@ -170,6 +194,15 @@ class ChatResponder(Responder):
     chunk_object_name = "chat.completion.chunk"
     _no_text = b'"delta":{}'
 
+    def _head_members(self, index: int) -> bytes:
+        return self._prompt_members(index)
+
+    def _add_prompt_fields(self, answer: CompletionResponse[Any]) -> None:
+        if self.job.prompt_logprobs is not None:
+            answer.prompt_logprobs = prompt_logprobs(self.prompt_of(0), self.job.prompt_logprobs)
+        if self.job.return_token_ids:
+            answer.prompt_token_ids = list(unpack_ints(self.prompt_of(0).token_ids))
+
     def _logprobs(self, index: int, positions: list[PositionLogprobs]) -> ChatLogprobs | None:
         if self.job.params.logprobs is None:
             return None
@@ -196,30 +229,45 @@ class CompletionResponder(Responder):
     chunk_object_name = "text_completion"
     _no_text = b'"text":""'
 
-    def __init__(self, job: Job, fingerprint: str) -> None:
-        super().__init__(job, fingerprint)
-        self._offsets: dict[int, _TextOffsets] = {}
-
     def _echo(self, index: int) -> str:
-        return self.job.echo[index // self.job.params.n] if self.job.echo else ""
+        return self.prompt_of(index).text if self.job.echo else ""
+
+    def _add_prompt_fields(self, answer: CompletionResponse[Any]) -> None:
+        for choice in answer.choices:
+            assert isinstance(choice, CompletionChoice)
+            if self.job.prompt_logprobs is not None:
+                choice.prompt_logprobs = prompt_logprobs(self.prompt_of(choice.index), self.job.prompt_logprobs)
+            if self.job.return_token_ids:
+                choice.prompt_token_ids = list(unpack_ints(self.prompt_of(choice.index).token_ids))
 
     def _logprobs(self, index: int, positions: list[PositionLogprobs]) -> CompletionLogprobs | None:
         if self.job.params.logprobs is None:
             return None
-        offsets = self._offsets.setdefault(index, _TextOffsets())
+        start = len(self._echo(index))
         return CompletionLogprobs(
             tokens=[position.chosen.token for position in positions],
-            token_logprobs=[_finite(position.chosen.logprob) for position in positions],
+            token_logprobs=[finite(position.chosen.logprob) for position in positions],
             top_logprobs=[
-                {token.token: _finite(token.logprob) for token in (*position.top, position.chosen)}
+                {token.token: finite(token.logprob) for token in (*position.top, position.chosen)}
                 for position in positions
             ],
-            text_offset=[offsets.advance(position.chosen.token_bytes) for position in positions],
+            text_offset=[start + position.offset for position in positions],
         )
 
+    def _echoed(self, index: int) -> CompletionLogprobs | None:
+        """Log-probabilities of the prompt, where it is echoed with them."""
+        top = self.job.params.logprobs
+        if top is None or not self.job.echo:
+            return None
+        found = echoed_logprobs(self.prompt_of(index), top)
+        return CompletionLogprobs(found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset)
+
     def _first_choices(self, index: int) -> list[bytes]:
-        echo = self._echo(index)
-        return [self._text_choice(index, echo, None)] if echo else []
+        members = self._prompt_members(index)
+        if not self.job.echo and not members:
+            return []
+        choice = self._text_choice(index, self._echo(index), self._echoed(index))
+        return [choice[:-1] + members + b"}"]
 
     def _text_choice(self, index: int, text: str, logprobs: ChatLogprobs | CompletionLogprobs | None) -> bytes:
         form = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}'
@@ -229,31 +277,26 @@ class CompletionResponder(Responder):
         self, index: int, text: str, logprobs: ChatLogprobs | CompletionLogprobs | None, reason: str
     ) -> CompletionChoice:
         assert logprobs is None or isinstance(logprobs, CompletionLogprobs)
+        echoed = self._echoed(index)
+        if echoed is not None and logprobs is not None:
+            logprobs = CompletionLogprobs(
+                echoed.tokens + logprobs.tokens,
+                echoed.token_logprobs + logprobs.token_logprobs,
+                echoed.top_logprobs + logprobs.top_logprobs,
+                echoed.text_offset + logprobs.text_offset,
+            )
         return CompletionChoice(index, self._echo(index) + text, logprobs, reason)
 
 
-class _TextOffsets:
-    """Where each token begins in the output, in characters; one inside a character begins where the character does."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._characters = 0
-
-    def advance(self, token_bytes: bytes) -> int:
-        start = self._characters
-        self._characters += len(self._decoder.decode(token_bytes))
-        return start
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _LOWEST_LOGPROB)
+def _no_prompt(index: int) -> PromptInfo:
+    raise RuntimeError("nobody has said what the prompt is")
 
 
 def _top_logprob(token: TokenLogprob) -> TopLogprob:
-    return TopLogprob(token.token, _finite(token.logprob), list(token.token_bytes))
+    return TopLogprob(token.token, finite(token.logprob), list(token.token_bytes))
 
 
 def _chat_logprob(position: PositionLogprobs) -> ChatLogprob:
     chosen = position.chosen
     top = [_top_logprob(token) for token in position.top]
-    return ChatLogprob(chosen.token, _finite(chosen.logprob), list(chosen.token_bytes), top)
+    return ChatLogprob(chosen.token, finite(chosen.logprob), list(chosen.token_bytes), top)

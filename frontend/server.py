@@ -2,18 +2,25 @@
 
 import asyncio
 import logging
+import os
 import socket
 from typing import Any
+from weakref import WeakSet
 
 from aiohttp import web
 
+from config.api_keys import read_api_keys
 from config.schema import ChildSpec
+from config.sources import ConfigError
+from config.tls import server_context
 from ipc.channels import StatsSubscriber
 from ipc.client import AsyncClient
-from ipc.control import Control, Drain, Idle, Order, end_on_error
+from ipc.control import Control, Drain, Idle, Order, StartError, end_on_error
 
 from .app import make_app
-from .connection import Connection
+from .connection import Connection, watch_backlogs
+from .console import Console
+from .gate import Gate
 from .metrics import Metrics
 from .service import Service
 from .streaming import KeepAlive
@@ -22,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 1.2  # for error events to be written once the engine is lost
 _CLOSE_SECONDS = 0.5  # for connections to end
+_LINGER_SECONDS = 10.0  # for a client to send the rest of a body that is refused, and then to read why
 
 
 async def serve(spec: ChildSpec, control: Control) -> None:
@@ -31,6 +39,12 @@ async def serve(spec: ChildSpec, control: Control) -> None:
     client = AsyncClient(spec.endpoints.clients)
     service = Service(spec, client, Metrics())
     keep_alive = KeepAlive(service.keepalive_seconds)
+    server = spec.config.server
+    try:
+        gate = Gate(read_api_keys(server.api_key_file, os.environ).keys, server.cors_origin)
+        tls = server_context(server.tls_cert, server.tls_key)
+    except ConfigError as error:  # the launcher has found them good, but they are files
+        raise StartError(str(error)) from None
 
     def on_order(order: Order) -> None:
         loop.call_soon_threadsafe(obey, order)
@@ -42,18 +56,37 @@ async def serve(spec: ChildSpec, control: Control) -> None:
             service.fail(order.reason)
 
     control.listen(on_order)
-    runner = web.AppRunner(make_app(service, keep_alive), handler_cancellation=True, shutdown_timeout=_CLOSE_SECONDS)
+    stats = StatsSubscriber(spec.endpoints.stats, service.on_stats, service.on_stats_lost, service.on_details)
+    console = Console(spec, service, stats.ask_for_details) if server.console else None
+    app = make_app(service, keep_alive, gate, console)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_CLOSE_SECONDS)
     await runner.setup()
     manager = runner.server
     assert manager is not None
 
+    connections: WeakSet[Connection] = WeakSet()
+
     def connection() -> Connection:
         # No access log: the guard middleware has a line of its own.
-        return Connection(manager, loop=loop, access_log=None, auto_decompress=False)  # type: ignore[arg-type]
+        made = Connection(
+            manager,
+            loop=loop,
+            access_log=None,
+            auto_decompress=False,
+            keepalive_timeout=server.client_timeout,
+            lingering_time=min(_LINGER_SECONDS, server.client_timeout),
+        )
+        connections.add(made)
+        return made
 
-    listener = await loop.create_server(connection, sock=socket.socket(fileno=spec.listen_fd), backlog=1024)
+    listener = await loop.create_server(
+        connection,
+        sock=socket.socket(fileno=spec.listen_fd),
+        backlog=1024,
+        ssl=tls,
+        ssl_handshake_timeout=None if tls is None else server.client_timeout,
+    )
     control.stage("waiting for the engine")
-    stats = StatsSubscriber(spec.endpoints.stats, service.on_stats, service.on_stats_lost)
     stats.start()
 
     async def announce() -> None:
@@ -62,7 +95,15 @@ async def serve(spec: ChildSpec, control: Control) -> None:
         control.ready()
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(keep_alive.run()), group.create_task(announce())]
+        tasks = [
+            group.create_task(work)
+            for work in (
+                keep_alive.run(),
+                announce(),
+                service.metrics.run(),
+                watch_backlogs(connections, server.client_timeout),
+            )
+        ]
         await service.over.wait()
         for task in tasks:
             task.cancel()

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from config.schema import ChildSpec
 from ipc.client import AsyncClient
-from ipc.messages import ModelInfo, Stats
+from ipc.messages import EngineDetails, ModelInfo, Stats
 
 from .errors import unavailable
 from .metrics import Metrics
@@ -25,12 +25,15 @@ class Service:
     def __init__(self, spec: ChildSpec, client: AsyncClient, metrics: Metrics) -> None:
         self.client = client
         self.metrics = metrics
+        self.served_names = spec.served_names
         self.max_body_bytes = spec.config.server.max_body_bytes
+        self.client_timeout = spec.config.server.client_timeout
         self.keepalive_seconds = spec.config.server.keepalive_seconds
         identity = msgspec.json.encode((spec.arch, spec.config.model, spec.config.worker))
         self.fingerprint = "fp_" + hashlib.sha256(identity).hexdigest()[:10]
         self.stats: Stats | None = None
         self._stats_at = 0.0
+        self.details: EngineDetails | None = None  # the newest, once the console has asked for them
         self.engine_up = asyncio.Event()  # cleared while the scheduler or its ranks are being started again
         self.engine_up.set()
         self.draining = False
@@ -99,9 +102,13 @@ class Service:
         else:
             self.engine_up.clear()
 
+    def on_details(self, details: EngineDetails) -> None:
+        self.details = details
+
     def on_stats_lost(self) -> None:
         """The scheduler is gone; its successor will say when it can take requests."""
         self.engine_up.clear()
+        self.details = None
 
     def stats_age(self) -> float:
         """Seconds since the scheduler's counters arrived."""

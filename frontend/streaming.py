@@ -8,7 +8,7 @@ from aiohttp import web
 
 from .errors import UNAVAILABLE, ApiError
 from .generation import Generation
-from .responses import Responder
+from .rendering import Renderer
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +26,12 @@ class EventStream:
     Writing never waits for the client: one that does not read is cut off.
     """
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, keep_alive: bytes) -> None:
+        self.keep_alive = keep_alive
         self._request = request
         self._preparing = asyncio.Lock()  # its handler and `KeepAlive` may both be the first to send
         self._prepared = False
+        self._direct = False
         self.response = web.StreamResponse(headers=_HEADERS)
         self.begun = False  # True: it is too late for another status
         self.last_write = time.monotonic()
@@ -39,6 +41,18 @@ class EventStream:
         transport = self._request.transport
         if transport is None:
             raise ClientGone
+        if self._direct and not transport.is_closing():
+            # The chunked coding of RFC 9112, section 7.1, without aiohttp's bookkeeping for each token.
+            transport.write(b"%x\r\n%b\r\n" % (len(events), events))
+        else:
+            await self._send(transport, events)
+        self.last_write = time.monotonic()
+        if transport.get_write_buffer_size() > MAX_UNSENT:
+            log.info("request %s: cut off, its client does not read", self._request["id"])
+            transport.abort()
+            raise ClientGone
+
+    async def _send(self, transport: asyncio.WriteTransport, events: bytes) -> None:
         self.begun = True
         try:
             if not self._prepared:
@@ -46,11 +60,8 @@ class EventStream:
             await self.response.write(events)
         except ConnectionError:
             raise ClientGone from None
-        self.last_write = time.monotonic()
-        if transport.get_write_buffer_size() > MAX_UNSENT:
-            log.info("request %s: cut off, its client does not read", self._request["id"])
-            transport.abort()
-            raise ClientGone
+        # From now on, since aiohttp has sent the headers with these events; not for HTTP/1.0.
+        self._direct = self.response.headers.get("Transfer-Encoding") == "chunked"
 
     async def _prepare(self, transport: asyncio.WriteTransport) -> None:
         async with self._preparing:
@@ -63,9 +74,9 @@ class EventStream:
 
 
 class KeepAlive:
-    """Sends a comment on every registered stream that has been silent for a while; one task serves all streams.
+    """Sends a comment, or what its API has for that, on every registered stream that has been silent for a while.
 
-    The comment may be the first thing that is sent on a stream.
+    One task serves all streams. The comment may be the first thing that is sent on a stream.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -86,24 +97,24 @@ class KeepAlive:
                 if stream not in self._streams:
                     continue  # it has ended during an earlier send
                 try:
-                    await stream.send(b": keep-alive\n\n")
+                    await stream.send(stream.keep_alive)
                 except ClientGone:
                     self._streams.discard(stream)  # its own handler ends it
 
 
 async def stream_answer(
-    request: web.Request, generation: Generation, responder: Responder, keep_alive: KeepAlive
+    request: web.Request, generation: Generation, renderer: Renderer, keep_alive: KeepAlive
 ) -> web.StreamResponse:
     """Answer with server-sent events.
 
     Nothing is sent before the first output or the first keep-alive comment, so that a failure until then gets a status
     of its own; a later one becomes an error event, after which the connection closes without `[DONE]`.
     """
-    stream = EventStream(request)
+    stream = EventStream(request, renderer.keep_alive)
     keep_alive.add(stream)
     try:
         try:
-            await _send_all(stream, generation, responder)
+            await _send_all(stream, generation, renderer)
         except ClientGone:
             raise
         except Exception as error:
@@ -112,7 +123,8 @@ async def stream_answer(
             if not isinstance(error, ApiError):
                 log.exception("request %s failed", request["id"])
                 error = ApiError(500, "internal error", type=UNAVAILABLE)
-            await _send_error(stream, error)
+            stream.response.force_close()
+            await stream.send(renderer.error(error))
     except ClientGone:
         stream.response.force_close()
     finally:
@@ -120,13 +132,8 @@ async def stream_answer(
     return stream.response
 
 
-async def _send_all(stream: EventStream, generation: Generation, responder: Responder) -> None:
+async def _send_all(stream: EventStream, generation: Generation, renderer: Renderer) -> None:
     async for batch in generation.batches():
-        if events := responder.chunks(batch):
+        if events := renderer.chunks(batch):
             await stream.send(events)
-    await stream.send(responder.end(generation.usage()))
-
-
-async def _send_error(stream: EventStream, error: ApiError) -> None:
-    stream.response.force_close()
-    await stream.send(b"data: " + error.encode() + b"\n\n")
+    await stream.send(renderer.end(generation.usage()))

@@ -1,27 +1,40 @@
 """Whose request it is: tenant and prefix-cache namespace, of bounded length whatever the client sent."""
 
 import hashlib
+from collections.abc import Mapping
+
+from aiohttp import web
 
 _TENANT_DIGITS = 16
 
 
-def tenant_of(authorization: str | None) -> str:
-    """The tenant that an `Authorization: Bearer KEY` header stands for, by a digest of the key; "" without one.
+def presented_key(headers: Mapping[str, str]) -> str:
+    """The key in `Authorization: Bearer KEY` or `x-api-key: KEY`; "" without one. Other schemes are ignored.
 
-    Headers of any other form are ignored. RFC 6750, section 2.1; the scheme's case does not matter (RFC 9110, 11.1).
+    RFC 6750, section 2.1; the scheme's case does not matter (RFC 9110, 11.1).
     """
-    scheme, _, key = (authorization or "").partition(" ")
-    key = key.strip()
-    if scheme.lower() != "bearer" or not key:
-        return ""
-    return _digest(key)[:_TENANT_DIGITS]
+    scheme, _, key = headers.get("Authorization", "").partition(" ")
+    key = key.strip() if scheme.lower() == "bearer" else ""
+    return key or headers.get("x-api-key", "").strip()
+
+
+def key_digest(key: str) -> bytes:
+    """SHA-256 of a key's bytes."""
+    # Header bytes that are no UTF-8 arrive as lone surrogates.
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def tenant_of(request: web.Request) -> str:
+    """Whose request this is: the name or a digest of its API key; "" without a key."""
+    tenant: str = request.get("tenant", "")
+    return tenant
+
+
+def tenant_of_key(key: str) -> str:
+    """The tenant of a key that nobody checks; "" without one."""
+    return key_digest(key).hex()[:_TENANT_DIGITS] if key else ""
 
 
 def namespace_of(tenant: str, cache_salt: str) -> str:
     """The prefix-cache namespace: requests share cached prefixes when both tenant and salt are equal."""
-    return f"{tenant}:{_digest(cache_salt)}" if cache_salt else tenant
-
-
-def _digest(text: str) -> str:
-    # Header bytes that are no UTF-8 arrive as lone surrogates.
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+    return f"{tenant}:{key_digest(cache_salt).hex()}" if cache_salt else tenant

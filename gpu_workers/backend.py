@@ -9,6 +9,7 @@ dtype, or record them once and replay the recording (`compile`): a model must no
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from gpu_workers.batch import ForwardBatch
 from gpu_workers.comm import Comm
 from gpu_workers.prepare import PreparedStep, prepare
 from gpu_workers.rows import Rows
-from gpu_workers.sampling import argmax
+from gpu_workers.sampling import SamplingBatch, argmax, choose_tokens
 from gpu_workers.weights.quantized import QuantizedWeight
 
 Weight = Any  # what `load_linear` returned: its layout is the backend's own business
@@ -30,12 +31,39 @@ LoadedWeight = torch.Tensor | QuantizedWeight  # [N, K] as it comes from a check
 class Compiled:
     """A forward that runs on batches from `Backend.prepare`."""
 
-    def __init__(self, forward: Callable[[Any, Any], torch.Tensor]) -> None:
-        self._forward = forward
+    def __init__(
+        self,
+        body: Callable[[Any, Any], Any],
+        select: Callable[[Any, Any], torch.Tensor],
+        head: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """See `Backend.compile`."""
+        self._body = body
+        self._select = select
+        self._head = head
+        self._last: tuple[Any, ForwardBatch] | None = None
+        self._states: torch.Tensor | None = None
 
     def __call__(self, batch: Any, kv: Any) -> torch.Tensor:
         """[S, vocabulary] float32 logits, good until the next run."""
-        return self._forward(batch, kv)
+        body = self._body(batch, kv)
+        self._last = body, batch
+        self._states = self._select(body, batch)
+        return self._head(self._states)
+
+    def states(self, count: int) -> torch.Tensor:
+        """[count, hidden] float32: what the head read in the last run, of so many rows."""
+        if self._states is None:
+            raise RuntimeError("no batch has been run yet")
+        return self._states.float()
+
+    def more_logits(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
+        """[R, vocabulary] float32 logits of R flat tokens of the batch that was run last, good until the next run."""
+        if self._last is None:
+            raise RuntimeError("no batch has been run yet")
+        body, batch = self._last
+        rows = torch.from_numpy(token_rows).to(batch.token_ids.device)
+        return self._head(self._select(body, replace(batch, logits_rows=rows)))
 
     @torch.inference_mode()
     def best_ids(self, batch: Any, kv: Any) -> NDArray[np.int64]:
@@ -100,9 +128,19 @@ class Backend(ABC):
         """
         return prepare(rows, scheduled, self.device)
 
-    def compile(self, forward: Callable[[Any, Any], Array]) -> "Compiled":
-        """`forward(batch, kv)` as something that runs."""
-        return Compiled(forward)
+    def compile(
+        self, body: Callable[[Any, Any], Any], select: Callable[[Any, Any], Array], head: Callable[[Array], Array]
+    ) -> "Compiled":
+        """A forward as something that runs: the logits are `head(select(body(batch, kv), batch))`.
+
+        `select` begins with `select_logits_rows` and gives hidden states [S, hidden]: what comes before it does not
+        depend on which rows' logits are wanted.
+        """
+        return Compiled(body, select, head)
+
+    def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
+        """See `gpu_workers.sampling.choose_tokens`: the same tokens, but where two sums round differently."""
+        return choose_tokens(logits, batch)
 
     @abstractmethod
     def embed(self, table: Weight, batch: ForwardBatch, first: int = 0) -> Array:

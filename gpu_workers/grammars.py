@@ -2,32 +2,32 @@
 
 A row's matcher is built when the row arrives, from the outputs that it has by then, so preemption and recovery need
 nothing else. Building and masks run on a thread beside the forward; llguidance lets go of the interpreter meanwhile.
-Whatever goes wrong with a matcher is that row's failure. The vocabulary is loaded for the first grammar.
+Whatever goes wrong with a matcher is that row's failure.
 """
 
 import logging
-import os
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from config.grammar import GRAMMAR_LIMITS, read_token_table
 from gpu_workers.rows import Ints, int32_columns
 from gpu_workers.sampling import IntArray, TokenMask
 from ipc.messages import NewRow, RowFailure
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from gpu_workers.grammar_engine import GrammarEngine
+
 log = logging.getLogger(__name__)
 
-_MAX_PRISTINE = 128  # matchers in their first state, to copy for the next request with the same grammar
-_MAX_THREADS = 8
+_FAILED = "grammar: its matcher failed"
 _IMPOSSIBLE = (
-    "grammar: no token is possible that both the grammar and the request's other parameters allow (allowed_token_ids, "
-    "bad_words, logit_bias, min_tokens)"
+    "grammar: no token is left that it allows and the request's other parameters allow as well (allowed_token_ids, "
+    "bad_words, stop_token_ids before min_tokens)"
 )
 
 
@@ -35,37 +35,8 @@ _IMPOSSIBLE = (
 class _Row:
     """One row's matcher; None before it was built and after it has done its work."""
 
-    matcher: LLMatcher | None = None
-    problem: str = ""  # why the row can't go on
-
-
-class _Engine:
-    """llguidance with this model's vocabulary."""
-
-    def __init__(self, token_table: Path) -> None:
-        table = read_token_table(token_table)
-        self._tokenizer = LLTokenizer(cast(TokenizerWrapper, table), eos_token=table.eos_token_ids or None)
-        self._limits = LLParserLimits(**GRAMMAR_LIMITS)
-        self._executor = LLExecutor(min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2)))
-        self._words = -(-self._tokenizer.vocab_size // 32)
-        self._pristine: OrderedDict[str, LLMatcher] = OrderedDict()
-
-    def matcher(self, grammar: str) -> LLMatcher:
-        """A new matcher, which may be in error."""
-        pristine = self._pristine.get(grammar)
-        if pristine is None:
-            pristine = self._pristine[grammar] = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-            if len(self._pristine) > _MAX_PRISTINE:
-                self._pristine.popitem(last=False)
-        self._pristine.move_to_end(grammar)
-        return pristine.deep_copy()
-
-    def allowed(self, matchers: list[LLMatcher]) -> IntArray:
-        """[R, V or a little more] uint8: 1 where a token may come next; of a matcher in error it means nothing."""
-        bits = np.zeros((len(matchers), self._words), dtype="<i4")
-        targets = [(matcher, index) for index, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(targets, bits.ctypes.data, 4 * self._words, len(matchers))
-        return np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
+    matcher: "LLMatcher | None" = None
+    problem: str = _FAILED  # why the row can't go on; what it starts with is gone once the matcher is built
 
 
 class Grammars:
@@ -75,7 +46,7 @@ class Grammars:
         """`token_table`: the file that is there as soon as a request with a grammar is."""
         self._token_table = token_table
         self._vocab_size = vocab_size
-        self._engine: _Engine | None = None
+        self._engine: GrammarEngine | None = None
         self._rows: dict[int, _Row] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # its jobs run in order
         self._masks: Future[TokenMask | None] | None = None
@@ -133,16 +104,19 @@ class Grammars:
     def _build(self, row: _Row, grammar: str, outputs: list[int]) -> None:
         try:
             if self._engine is None:
-                self._engine = _Engine(self._token_table)
+                # Here, since most runs do without llguidance and the vocabulary.
+                from gpu_workers.grammar_engine import GrammarEngine
+
+                self._engine = GrammarEngine(self._token_table)
             matcher = self._engine.matcher(grammar)
             if outputs:
                 matcher.consume_tokens(outputs)
             if matcher.is_error():
                 row.problem = _problem(matcher)
             else:
-                row.matcher = matcher
-        except Exception as error:
-            row.problem = _unexpected(error)
+                row.matcher, row.problem = matcher, ""
+        except BaseException as error:  # a panic in llguidance is no Exception
+            _log_unexpected(error)
 
     def _compute(self, found: list[tuple[int, _Row]]) -> TokenMask | None:
         live = [(index, row, row.matcher) for index, row in found if row.matcher is not None]
@@ -150,10 +124,11 @@ class Grammars:
             return None
         assert self._engine is not None
         try:
-            allowed = self._engine.allowed([matcher for _, _, matcher in live])[:, : self._vocab_size]
-        except Exception as error:
+            limits = self._engine.limits([matcher for _, _, matcher in live])[:, : self._vocab_size]
+        except BaseException as error:  # likewise
+            _log_unexpected(error)
             for _, row, _ in live:
-                row.problem, row.matcher = _unexpected(error), None
+                row.problem, row.matcher = _FAILED, None
             return None
         sound = []
         for at, (_, row, matcher) in enumerate(live):
@@ -164,13 +139,12 @@ class Grammars:
         if not sound:
             return None
         indices = np.array([live[at][0] for at in sound], dtype=np.int64)
-        return TokenMask(indices, allowed[sound] == 0)
+        return TokenMask(indices, limits if len(sound) == len(live) else limits[sound])
 
 
-def _problem(matcher: LLMatcher) -> str:
+def _problem(matcher: "LLMatcher") -> str:
     return f"grammar: {matcher.get_error().strip() or 'the output does not match it'}"
 
 
-def _unexpected(error: Exception) -> str:
+def _log_unexpected(error: BaseException) -> None:
     log.error("a grammar failed: %s: %s", type(error).__name__, error)
-    return "grammar: its matcher failed"

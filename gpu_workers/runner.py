@@ -1,9 +1,9 @@
 """One step of the model: prepare -> forward -> sample, with the plan's block copies beside it.
 
 What does not belong here: index arithmetic (`prepare`, or the backend's own), what is known of a row (`rows`,
-`sampler_state`), the mathematics of sampling (`sampling`), copies and their thread (`block_copier`), anything about a
-model or a device (`models`, `backends`), sockets and processes (`main`). Nothing here decides what runs: the scheduler
-does.
+`sampler_state`), the mathematics of sampling (`sampling`), log-probabilities of prompts (`prompt_scores`), copies and
+their thread (`block_copier`), anything about a model or a device (`models`, `backends`), sockets and processes
+(`main`). Nothing here decides what runs: the scheduler does.
 """
 
 import time
@@ -18,6 +18,7 @@ from gpu_workers.backend import Backend
 from gpu_workers.block_copier import BlockCopier
 from gpu_workers.comm import Comm
 from gpu_workers.grammars import Grammars
+from gpu_workers.prompt_scores import PromptScorer
 from gpu_workers.rows import Ints, PlanError, Rows
 from gpu_workers.sampler_state import SamplerState
 from gpu_workers.sampling import argmax, sample
@@ -33,11 +34,17 @@ class Model(Protocol):
     def forward(self, batch: Any, kv: Any) -> torch.Tensor:
         """[S, vocab] float32 logits of a batch that the backend has prepared, good until the next forward."""
 
+    def states(self, count: int) -> torch.Tensor:
+        """[count, hidden] float32: what the last forward, of so many rows, made logits of."""
+
     def best_ids(self, batch: Any, kv: Any) -> NDArray[np.int64]:
         """With one rank, instead: the ids [S] of the largest logits, the lowest one of equals.
 
         Raises FloatingPointError on NaN.
         """
+
+    def more_logits(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
+        """[R, vocab] float32 logits of other flat tokens of the batch that was run last, good until the next call."""
 
 
 class _Sampled(NamedTuple):
@@ -76,8 +83,10 @@ class Runner:
         self._device = model.backend.device
         self._rows = Rows(max_seqs, max_model_len, num_blocks, block_size, model.arch.vocab_size)
         self._sampler = SamplerState(max_seqs, model.arch.vocab_size)
+        self._scorer = PromptScorer(self._rows)
         self._grammars = grammars
         self._copier = BlockCopier(model.backend, kv, num_blocks, host_kv, num_host_blocks)
+        self._pooled = np.zeros(max_seqs, dtype=np.bool_)  # rows of requests for embeddings
         self._last_step: int | None = None
         self._ended = time.perf_counter_ns()
 
@@ -100,10 +109,13 @@ class Runner:
         started = time.perf_counter_ns()
         freed = self._rows.update(plan).tolist()
         self._sampler.free(freed)
+        self._scorer.free(freed)
         if self._grammars is not None:
             self._grammars.free(freed)
         for new in plan.new_rows:
             self._sampler.add(new)
+            self._scorer.add(new)
+            self._pooled[new.row] = bool(new.pooling)
             if self._grammars is not None:
                 self._grammars.add(new)
         prepared = self._model.backend.prepare(self._rows, plan.scheduled)
@@ -124,8 +136,11 @@ class Runner:
                 forward_done = time.perf_counter_ns()
                 sampled = self._sample(logits, sampling_rows)
         token_ids = sampled.token_ids
+        embeddings = self._embeddings(sampling_rows)
         self._rows.append(sampling_rows, token_ids)
         self._sampler.record(sampling_rows, token_ids)
+        sample_done = time.perf_counter_ns()
+        scores = self._scorer.scores(plan.scheduled, self._model.more_logits, keep=self._comm.rank == 0)
         if self._comm.rank != 0:
             return None
         return StepResult(
@@ -137,8 +152,23 @@ class Runner:
             between_us=(started - self._ended) // 1000,
             prepare_us=(prepare_done - started) // 1000,
             forward_us=(forward_done - prepare_done) // 1000,
-            sample_us=(time.perf_counter_ns() - forward_done) // 1000,
+            sample_us=(sample_done - forward_done) // 1000,
+            prompt_scores=scores,
+            score_us=(time.perf_counter_ns() - sample_done) // 1000,
+            embeddings=embeddings,
         )
+
+    def _embeddings(self, rows: Ints) -> tuple[bytes, ...]:
+        """Of the step that has just run: for pooled rows, the last hidden state divided by its length."""
+        pooled = self._pooled[rows]
+        if self._comm.rank != 0 or not pooled.any():
+            return ()
+        states = self._model.states(len(rows)).cpu().numpy().astype(np.float64)
+        lengths = np.linalg.norm(states, axis=1, keepdims=True)
+        if not np.isfinite(lengths[pooled]).all():
+            raise FloatingPointError("the model computed hidden states that are not finite numbers")
+        unit = (states / np.maximum(lengths, np.finfo(np.float32).tiny)).astype("<f4")
+        return tuple(row.tobytes() if wanted else b"" for row, wanted in zip(unit, pooled, strict=True))
 
     def _sample(self, logits: torch.Tensor, rows: Ints) -> _Sampled:
         if not len(rows):
@@ -154,9 +184,10 @@ class Runner:
             return _Sampled(argmax(logits))
         output_index = self._rows.num_tokens[rows] - self._rows.num_prompt[rows]
         batch = self._sampler.batch(rows, output_index)
+        choose = self._model.backend.choose_tokens
         if self._grammars is None:
-            return _Sampled(*sample(logits, batch))
-        token_ids, logprobs = sample(logits, batch, self._grammars.mask())
+            return _Sampled(*sample(logits, batch, choose=choose))
+        token_ids, logprobs = sample(logits, batch, self._grammars.mask(), choose)
         completed, failed = self._grammars.take(rows, token_ids)
         # A row that can't go on keeps running in vain until the scheduler knows.
         return _Sampled(np.maximum(token_ids, 0), logprobs, completed, failed)

@@ -1,5 +1,8 @@
 """What the sampler remembers of each row between steps: the request's settings, and the tokens its penalties count."""
 
+from collections import deque
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,6 +27,8 @@ GREEDY = SamplingSpec(
     banned_ids=pack_ints(()),
     logprobs=-1,
 )
+
+_NO_IDS = np.empty(0, dtype=np.int64)
 
 
 class SeenTokens:
@@ -60,6 +65,26 @@ class SeenTokens:
         return self._counts[: len(self._position)]
 
 
+class BadWords:
+    """The bad words of one request, and the end of its output."""
+
+    __slots__ = ("_output", "_single", "_words")
+
+    def __init__(self, words: list[list[int]], outputs: list[int]) -> None:
+        """`words`: token ids of each, none empty; `outputs`: so far."""
+        self._single = [word[0] for word in words if len(word) == 1]
+        self._words = [word for word in words if len(word) > 1]
+        self._output = deque(outputs, maxlen=max((len(word) - 1 for word in self._words), default=0))
+
+    def add(self, token_id: int) -> None:
+        self._output.append(token_id)
+
+    def banned(self) -> list[int]:
+        """The ids that would complete a word now."""
+        tail = list(self._output)
+        return self._single + [word[-1] for word in self._words if tail[-len(word) + 1 :] == word[:-1]]
+
+
 class SamplerState:
     """The sampling settings of `max_seqs` rows as columns; what few requests use lies in dictionaries by row."""
 
@@ -76,7 +101,16 @@ class SamplerState:
         self._plain = np.zeros(max_seqs, dtype=np.bool_)  # greedy and nothing else: one argmax does
         self._bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self._banned: dict[int, NDArray[np.int64]] = {}
+        self._allowed: dict[int, NDArray[np.int64]] = {}
+        self._bad_words: dict[int, BadWords] = {}
         self._seen: dict[int, SeenTokens] = {}
+        self._kept: tuple[dict[int, Any], ...] = (
+            self._bias,
+            self._banned,
+            self._allowed,
+            self._bad_words,
+            self._seen,
+        )
 
     def add(self, new: NewRow) -> None:
         """Take over a new row's settings; raises `PlanError` for ids outside the vocabulary."""
@@ -98,13 +132,22 @@ class SamplerState:
             self._bias[row] = self._bias_of(row, spec)
         if spec.banned_ids and spec.min_tokens > 0:
             self._banned[row] = self._ids(row, spec.banned_ids, "banned id")
+        if spec.allowed_ids:
+            self._allowed[row] = self._ids(row, spec.allowed_ids, "allowed id")
+        if spec.bad_words:
+            words = [int32_columns(word, 1, "bad_words")[:, 0].tolist() for word in spec.bad_words]
+            if not all(words):
+                raise PlanError(f"new_rows: row {row}: a bad word without tokens")
+            self._ids(row, b"".join(spec.bad_words), "id of a bad word")
+            outputs = int32_columns(new.token_ids, 1, "token_ids")[new.num_prompt :, 0].tolist()
+            self._bad_words[row] = BadWords(words, outputs)
         if spec.repetition_penalty != 1 or spec.presence_penalty != 0 or spec.frequency_penalty != 0:
             self._seen[row] = SeenTokens(int32_columns(new.token_ids, 1, "token_ids")[:, 0], new.num_prompt)
         self._plain[row] = (
             spec.temperature < GREEDY_BELOW
             and spec.logprobs < 0
             and not spec.grammar
-            and not (row in self._bias or row in self._banned or row in self._seen)
+            and not any(row in kept for kept in self._kept)
         )
 
     def _ids(self, row: int, data: bytes, name: str) -> NDArray[np.int64]:
@@ -122,17 +165,16 @@ class SamplerState:
     def free(self, rows: list[int]) -> None:
         """Forget what is kept for these rows besides the columns."""
         for row in rows:
-            self._bias.pop(row, None)
-            self._banned.pop(row, None)
-            self._seen.pop(row, None)
+            for kept in self._kept:
+                kept.pop(row, None)
 
     def record(self, rows: Ints, token_ids: NDArray[np.int64]) -> None:
-        """Count newly sampled tokens where penalties look at them."""
-        if self._seen:
+        """Take note of newly sampled tokens where penalties or bad words look at them."""
+        if self._seen or self._bad_words:
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
-                seen = self._seen.get(row)
-                if seen is not None:
-                    seen.add(token_id)
+                for kept in (self._seen.get(row), self._bad_words.get(row)):
+                    if kept is not None:
+                        kept.add(token_id)
 
     def all_plain(self, rows: Ints) -> bool:
         """True when these rows are greedy and ask for nothing else."""
@@ -150,6 +192,7 @@ class SamplerState:
             logprobs=self._logprobs[rows],
             bias=self._bias_batch(rows),
             banned=self._banned_batch(rows, output_index),
+            allowed=self._allowed_batch(rows),
             penalties=self._penalty_batch(rows),
         )
 
@@ -163,14 +206,19 @@ class SamplerState:
             values=np.concatenate([values for _, (_, values) in found]),
         )
 
+    def _allowed_batch(self, rows: Ints) -> dict[int, NDArray[np.int64]] | None:
+        if not self._allowed:
+            return None
+        return {i: self._allowed[row] for i, row in enumerate(rows.tolist()) if row in self._allowed}
+
     def _banned_batch(self, rows: Ints, output_index: NDArray[np.int64]) -> LogitEdit | None:
-        if not self._banned:
+        if not self._banned and not self._bad_words:
             return None
         early = (output_index < self._min_tokens[rows]).tolist()
         found = [
-            (i, self._banned[row])
+            (i, ids)
             for i, (row, is_early) in enumerate(zip(rows.tolist(), early, strict=True))
-            if is_early and row in self._banned
+            if len(ids := self._banned_ids(row, is_early))
         ]
         if not found:
             return None
@@ -178,6 +226,16 @@ class SamplerState:
             rows=np.repeat([i for i, _ in found], [len(ids) for _, ids in found]),
             ids=np.concatenate([ids for _, ids in found]),
         )
+
+    def _banned_ids(self, row: int, is_early: bool) -> NDArray[np.int64]:
+        """What a row may not sample now; nothing where that would leave it nothing at all."""
+        ids = self._banned.get(row, _NO_IDS) if is_early else _NO_IDS
+        if row in self._bad_words:
+            ids = np.union1d(ids, np.array(self._bad_words[row].banned(), dtype=np.int64))
+        allowed = self._allowed.get(row)
+        if len(ids) == self._vocab_size or (allowed is not None and np.isin(allowed, ids).all()):
+            return _NO_IDS
+        return ids
 
     def _penalty_batch(self, rows: Ints) -> Penalties | None:
         found = [(i, row) for i, row in enumerate(rows.tolist()) if row in self._seen]

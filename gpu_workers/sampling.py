@@ -1,14 +1,15 @@
 """From logits to tokens, for all sampling rows of a step at once.
 
-The order of operations, which clients can see in the results: logit bias; ids banned before `min_tokens`; the
-repetition, then frequency and presence penalties; (log-probabilities are reported of what stands here;) the grammar's
-mask; temperature; top-k; top-p; min-p; one draw by inverse CDF in vocabulary order.
+The order of operations, which clients can see in the results: logit bias; ids that are not allowed, are banned before
+`min_tokens`, or would complete a bad word; the repetition, then frequency and presence penalties; (log-probabilities
+are reported of what stands here;) the grammar's mask; temperature; top-k; top-p; min-p; one draw by inverse CDF in
+vocabulary order.
 
 Each operation treats every row by itself and in the same way whatever the other rows are, so a row's token has the same
 bits alone and in a batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from gpu_workers.noise import uniform
 from ipc.messages import RawLogprobs
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy
+NOT_NUMBERS = "the model computed logits that are not numbers (NaN)"
 _TOP_P_CANDIDATES = 1024  # enough for nearly every distribution; where it is not, all are sorted
 _DRAW_BLOCK = 512  # ids
 _CPU_ELEMENTS = 1 << 19  # logits drawn from at once: few enough for the caches, and to be spared fresh pages each step
@@ -64,15 +66,19 @@ class SamplingBatch:
     logprobs: NDArray[np.int64]  # [S], -1: none, k: those of the token and of the k best
     bias: Bias | None = None
     banned: LogitEdit | None = None
+    allowed: Mapping[int, IntArray] | None = None  # by index into the batch: the ids besides which nothing is possible
     penalties: Penalties | None = None
+
+
+Chooser = Callable[[torch.Tensor, SamplingBatch], NDArray[np.int64]]
 
 
 @dataclass(slots=True, frozen=True)
 class TokenMask:
-    """The tokens that grammars rule out in R of the sampling rows."""
+    """What grammars allow in R of the sampling rows."""
 
     rows: NDArray[np.int64]  # [R], ascending
-    forbidden: NDArray[np.bool_]  # [R, V]
+    limits: NDArray[np.float32]  # [R, V], the largest logit that a token may have: infinity, or minus infinity
 
 
 def argmax(logits: torch.Tensor) -> NDArray[np.int64]:
@@ -90,30 +96,18 @@ def argmax(logits: torch.Tensor) -> NDArray[np.int64]:
 
 
 def sample(
-    logits: torch.Tensor, batch: SamplingBatch, mask: TokenMask | None = None
+    logits: torch.Tensor, batch: SamplingBatch, mask: TokenMask | None = None, choose: Chooser | None = None
 ) -> tuple[NDArray[np.int64], tuple[RawLogprobs | None, ...]]:
     """Token ids [S] and log-probabilities (empty, or S entries) from logits [S, V] float32, which are overwritten.
 
-    The id is -1 in rows of the mask in which no token is left. Raises FloatingPointError when the logits contain NaN.
+    `choose` is another implementation of `choose_tokens`. The id is -1 in rows of the mask in which no token is left.
+    Raises FloatingPointError when the logits contain NaN.
     """
     edit_logits(logits, batch)
     asked = np.flatnonzero(batch.logprobs >= 0)
     table = torch.log_softmax(_select(logits, asked), dim=-1).cpu().numpy() if len(asked) else None
     impossible = _apply_mask(logits, mask) if mask is not None else ()
-    drawn = batch.temperature >= GREEDY_BELOW
-    if not drawn.any():
-        token_ids = argmax(logits)
-    else:
-        token_ids = np.empty(len(drawn), dtype=np.int64)
-        greedy = np.flatnonzero(~drawn)
-        if len(greedy):
-            token_ids[greedy] = argmax(_select(logits, greedy))
-        random = np.flatnonzero(drawn)
-        at_once = len(random) if logits.device.type != "cpu" else max(1, _CPU_ELEMENTS // logits.shape[1])
-        for start in range(0, len(random), at_once):
-            rows = random[start : start + at_once]
-            weights = filtered_probabilities(logits, batch, rows)
-            token_ids[rows] = _draw(weights, uniform(batch.seeds[rows], batch.output_index[rows]))
+    token_ids = (choose or choose_tokens)(logits, batch)
     logprobs = () if table is None else _logprobs(table, asked, batch.logprobs, token_ids)
     token_ids[list(impossible)] = -1
     return token_ids, logprobs
@@ -124,20 +118,38 @@ def _apply_mask(logits: torch.Tensor, mask: TokenMask) -> Sequence[int]:
     rows = mask.rows.tolist()
     if logits.device.type == "cpu":
         array = logits.numpy()
-        for row, forbidden in zip(rows, mask.forbidden, strict=True):
-            np.copyto(array[row], -np.inf, where=forbidden)
+        for row, limits in zip(rows, mask.limits, strict=True):
+            np.minimum(array[row], limits, out=array[row])
         impossible = [row for row in rows if array[row].max() == -np.inf]
     else:
         where = torch.from_numpy(mask.rows).to(logits.device)
-        masked = logits[where].masked_fill_(torch.from_numpy(mask.forbidden).to(logits.device), -torch.inf)
+        masked = torch.minimum(logits[where], torch.from_numpy(mask.limits).to(logits.device))
         logits[where] = masked
         impossible = mask.rows[(masked.amax(dim=-1) == -torch.inf).cpu().numpy()].tolist()
     logits[impossible] = 0.0
     return impossible
 
 
+def choose_tokens(logits: torch.Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
+    """Token ids [S] by temperature, filters and draw, of logits [S, V] float32. Raises FloatingPointError on NaN."""
+    drawn = batch.temperature >= GREEDY_BELOW
+    if not drawn.any():
+        return argmax(logits)
+    token_ids = np.empty(len(drawn), dtype=np.int64)
+    greedy = np.flatnonzero(~drawn)
+    if len(greedy):
+        token_ids[greedy] = argmax(_select(logits, greedy))
+    random = np.flatnonzero(drawn)
+    at_once = len(random) if logits.device.type != "cpu" else max(1, _CPU_ELEMENTS // logits.shape[1])
+    for start in range(0, len(random), at_once):
+        rows = random[start : start + at_once]
+        weights = filtered_probabilities(logits, batch, rows)
+        token_ids[rows] = _draw(weights, uniform(batch.seeds[rows], batch.output_index[rows]))
+    return token_ids
+
+
 def edit_logits(logits: torch.Tensor, batch: SamplingBatch) -> None:
-    """Apply bias, bans and penalties in place.
+    """Apply bias, limits, bans and penalties in place.
 
     The repetition penalty (Keskar et al. 2019, CTRL) divides positive logits and multiplies negative ones of ids in
     prompt or output; frequency and presence (OpenAI) subtract per occurrence and once, looking at the output only.
@@ -146,6 +158,11 @@ def edit_logits(logits: torch.Tensor, batch: SamplingBatch) -> None:
     if (bias := batch.bias) is not None:
         where = _index(bias, device)
         logits[where] = logits[where] + torch.from_numpy(bias.values).to(device)
+    for row, ids in (batch.allowed or {}).items():
+        kept = torch.from_numpy(ids).to(device)
+        values = logits[row, kept]
+        logits[row] = -torch.inf
+        logits[row, kept] = values
     if batch.banned is not None:
         logits[_index(batch.banned, device)] = -torch.inf
     if (penalties := batch.penalties) is not None:
@@ -271,13 +288,7 @@ def _logprobs(
     """Of each of the `asked` rows, whose log-probabilities are those of `table`."""
     found: list[RawLogprobs | None] = [None] * len(wanted)
     for i, values in zip(asked, table, strict=True):
-        k = int(wanted[i])
-        best = np.empty(0, dtype=np.int64)
-        if k:
-            # Ties are listed lowest id first, as the greedy choice takes them.
-            smallest = np.partition(values, len(values) - k)[-k]
-            candidates = np.flatnonzero(values >= smallest)
-            best = candidates[np.argsort(-values[candidates], kind="stable")][:k]
+        best = best_ids(values, int(wanted[i]))
         found[i] = RawLogprobs(
             chosen=float(values[token_ids[i]]),
             top_ids=best.astype("<i4").tobytes(),
@@ -286,6 +297,16 @@ def _logprobs(
     return tuple(found)
 
 
+def best_ids(values: FloatArray, k: int) -> NDArray[np.int64]:
+    """The ids [k] of the largest of the values [V], largest first; of equals the lowest id, as the greedy choice."""
+    if not k:
+        return np.empty(0, dtype=np.int64)
+    smallest = np.partition(values, len(values) - k)[-k]
+    candidates = np.flatnonzero(values >= smallest)
+    best: NDArray[np.int64] = candidates[np.argsort(-values[candidates], kind="stable")][:k]
+    return best
+
+
 def _require_numbers(values: FloatArray) -> None:
     if np.isnan(values).any():
-        raise FloatingPointError("the model computed logits that are not numbers (NaN)")
+        raise FloatingPointError(NOT_NUMBERS)

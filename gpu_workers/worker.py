@@ -2,7 +2,9 @@
 
 import ctypes
 import gc
+import os
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 
 from config.grammar import token_table_path
@@ -16,7 +18,7 @@ from gpu_workers.step_loop import run_plans
 from gpu_workers.weights.loader import load_model
 from ipc.channels import BlockingDealer
 from ipc.codec import Decoder, pack_ints
-from ipc.control import Control
+from ipc.control import Control, StartError
 from ipc.messages import NewRow, StepPlan, ToWorker, WorkerReady
 
 _WARM_UP_TOKENS = 16
@@ -33,6 +35,9 @@ class Worker:
         self._control = control
         config = spec.config
         settings = config.worker
+        if spec.cpus:
+            # All of the rank's for now: its memory comes to lie near them, and threads of libraries get no single one.
+            _bind_this_thread(spec.cpus)
         backend = make_backend(
             settings.device,
             config.model.dtype,
@@ -42,6 +47,7 @@ class Worker:
             quantized=config.model.quantization == "auto",
             kv_dtype=config.model.kv_dtype,
             progress=control.stage,
+            cpus=spec.cpus,
         )
         self._comm = make_comm(spec.index, settings.tp, spec.rendezvous_port)
         control.stage("loading weights", 0.0)
@@ -91,12 +97,23 @@ class Worker:
         # What exists by now lives as long as the process: the collector need never look at it again.
         gc.collect()
         gc.freeze()
+        if spec.cpus:
+            _bind_this_thread(spec.cpus[:1])
         link.send(WorkerReady(spec.index, spec.num_blocks, spec.num_host_blocks))
         self._control.ready()
         try:
             return run_plans(link, self._runner, stop)
         finally:
             link.close()
+
+
+def _bind_this_thread(cpus: Sequence[int]) -> None:
+    """To any of `cpus`, and the threads that it will start; StartError where the system refuses."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        named = ", ".join(map(str, cpus))
+        raise StartError(f"--pin-threads: no thread can be bound to CPU {named}: {error.strerror}") from error
 
 
 def _give_back_memory() -> None:

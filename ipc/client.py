@@ -12,31 +12,40 @@ import asyncio
 import itertools
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from .channels import AsyncDealer
-from .codec import Decoder
+from .codec import Decoder, pack_ints
 from .messages import (
     Abort,
     ChatPrompt,
     Delta,
+    Detokenize,
+    Detokenized,
     Failed,
     Finished,
     Generate,
     Hello,
     ModelInfo,
     Outputs,
+    Pooling,
+    PromptInfo,
     SamplingParams,
     TextPrompt,
     ToClient,
+    Tokenize,
+    Tokenized,
     TokenPrompt,
     Welcome,
 )
-from .validation import InvalidRequest, validate_options, validate_params
+from .validation import InvalidRequest, check_pooling, validate_options, validate_params
 
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
 T = TypeVar("T")
+A = TypeVar("A", Tokenized, Detokenized)
+# What a request for an embedding says in the place of how to sample.
+EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class RequestOptions(TypedDict, total=False):
@@ -46,6 +55,7 @@ class RequestOptions(TypedDict, total=False):
     priority policy. `ttft_target_ms`: refuse the request at once (429) when its first token is predicted to come later;
     None leaves that to the server. `cache_pin_seconds`: how long the prompt's KV stays cached at least. `namespace`:
     requests of different namespaces share no cached prefix. `tenant`: whose fair share the request uses.
+    `return_prompt`: the stream's `prompt` is wanted.
     `ipc.validation` holds the bounds.
     """
 
@@ -55,6 +65,7 @@ class RequestOptions(TypedDict, total=False):
     cache_pin_seconds: float
     namespace: str
     tenant: str
+    return_prompt: bool
 
 
 class RequestFailed(Exception):
@@ -77,12 +88,13 @@ class Stream:
 
     def __init__(self, request_id: int, choices: int, on_abort: Callable[["Stream"], None]) -> None:
         self.request_id = request_id
+        self.prompt: PromptInfo | None = None  # before the first item, of a request that asked for it
         self._open_choices = choices
         self._on_abort = on_abort
         self._items: list[Delta | Finished] = []
         self._failed: Failed | None = None
         self._aborted = False
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of whoever iterates; an Event costs more for each token
 
     @property
     def done(self) -> bool:
@@ -93,23 +105,30 @@ class Stream:
         """Stop the generation; whoever iterates gets no further item. Does nothing to a stream that has ended."""
         if not self.done:
             self._aborted = True
-            self._wake.set()
+            self._wake()
             self._on_abort(self)
 
-    def _put(self, item: Delta | Finished | Failed) -> None:
+    def _put(self, item: Delta | Finished | Failed | PromptInfo) -> None:
+        if isinstance(item, PromptInfo):
+            self.prompt = item
+            return
         if isinstance(item, Failed):
             self._failed = item
         else:
             self._items.append(item)
             if isinstance(item, Finished):
                 self._open_choices -= 1
-        self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def __aiter__(self) -> AsyncIterator[list[Delta | Finished]]:
         while True:
             if not self._items and not self.done:
-                self._wake.clear()
-                await self._wake.wait()
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
             if self._aborted:
                 return
             if self._items:
@@ -127,6 +146,7 @@ class _Link:
     def __init__(self, endpoint: str, on_change: Callable[[], None]) -> None:
         self.model: ModelInfo | None = None
         self.streams: dict[int, Stream] = {}
+        self.questions: dict[int, asyncio.Future[Tokenized | Detokenized]] = {}
         self._on_change = on_change
         decoder: Decoder[ToClient] = Decoder(ToClient)
         identity = b"client-" + os.urandom(8)
@@ -146,8 +166,17 @@ class _Link:
             self.model = message.model
             self._on_change()
             return
-        assert isinstance(message, Outputs)
+        if not isinstance(message, Outputs):
+            question = self.questions.get(message.request_id)
+            if question is not None and not question.done():
+                question.set_result(message)
+            return
         for item in message.items:
+            question = self.questions.get(item.request_id)
+            if question is not None and isinstance(item, Failed):
+                if not question.done():
+                    question.set_exception(RequestFailed(item))
+                continue
             stream = self.streams.get(item.request_id)
             if stream is None:
                 continue  # aborted here while its outputs were on their way
@@ -159,6 +188,9 @@ class _Link:
         streams, self.streams = self.streams, {}
         for stream in streams.values():
             stream._put(_unavailable(stream.request_id, reason))
+        for request_id, question in self.questions.items():
+            if not question.done():
+                question.set_exception(RequestFailed(_unavailable(request_id, reason)))
 
 
 class AsyncClient:
@@ -197,6 +229,21 @@ class AsyncClient:
 
         The prompt is checked by the engine, whose answer to a bad one has the same form.
         """
+        return self._send(prompt, params, "", options)
+
+    async def embed(self, prompt: Prompt, pooling: Pooling = "last", **options: Unpack[RequestOptions]) -> Finished:
+        """Ask for an embedding: its `embedding` is float32, of length 1. Raises `RequestFailed`."""
+        stream = self._send(prompt, EMBEDDING_PARAMS, pooling, options)
+        try:
+            async for items in stream:
+                for item in items:
+                    if isinstance(item, Finished):
+                        return item
+        finally:
+            stream.abort()
+        raise asyncio.CancelledError  # aborted by somebody else
+
+    def _send(self, prompt: Prompt, params: SamplingParams, pooling: Pooling, options: RequestOptions) -> Stream:
         ready = [link for link in self._links if link.model is not None]
         request_id = next(self._ids)
         stream = Stream(request_id, params.n, self._abort)
@@ -209,14 +256,47 @@ class AsyncClient:
             # Also of values whose type is wrong: the engine would take the whole connection for broken.
             validate_params(params, link.model)
             validate_options(**options)
+            if pooling:
+                check_pooling(pooling, params)
         except InvalidRequest as error:
             stream._put(Failed(request_id, 400, error.message, "invalid_request_error", error.param, error.code))
             return stream
-        if not link.dealer.send(Generate(request_id, prompt, params, **options)):
+        if not link.dealer.send(Generate(request_id, prompt, params, pooling=pooling, **options)):
             stream._put(_unavailable(request_id, "the engine takes no more requests"))
             return stream
         link.streams[request_id] = stream
         return stream
+
+    async def tokenize(
+        self, prompt: TextPrompt | ChatPrompt, *, add_special_tokens: bool = True, return_token_strs: bool = False
+    ) -> Tokenized:
+        """Token ids of a prompt, which may be longer than the context. Raises `RequestFailed`.
+
+        `add_special_tokens`: such as a begin-of-sequence token; chat templates write theirs themselves.
+        """
+        return await self._ask(Tokenize(next(self._ids), prompt, add_special_tokens, return_token_strs), Tokenized)
+
+    async def detokenize(self, token_ids: Iterable[int]) -> str:
+        """The text of token ids, special tokens written out. Raises `RequestFailed`."""
+        request_id = next(self._ids)
+        try:
+            message = Detokenize(request_id, pack_ints(token_ids))
+        except OverflowError:
+            reason = "tokens: a token id does not fit 32 bits"
+            raise RequestFailed(Failed(request_id, 400, reason, "invalid_request_error", "tokens")) from None
+        return (await self._ask(message, Detokenized)).text
+
+    async def _ask(self, message: Tokenize | Detokenize, kind: type[A]) -> A:
+        link = next((link for link in self._links if link.model is not None), None)
+        if link is None or not link.dealer.send(message):
+            raise RequestFailed(_unavailable(message.request_id, "the engine is not ready"))
+        question = link.questions[message.request_id] = asyncio.get_running_loop().create_future()
+        try:
+            answer = await question
+        finally:
+            del link.questions[message.request_id]
+        assert isinstance(answer, kind), "the engine answered another question"
+        return answer
 
     def _abort(self, stream: Stream) -> None:
         for link in self._links:
@@ -291,6 +371,38 @@ class Client:
                 else:
                     texts.setdefault(item.index, []).append(item.text)
         return [("".join(texts.get(index, ())), ends[index]) for index in sorted(ends)]
+
+    def score(self, prompt: Prompt, top: int = 0) -> PromptInfo:
+        """What the model makes of a prompt: log-probabilities of its tokens, and of the `top` best at each place.
+
+        Raises `RequestFailed`.
+        """
+        params = SamplingParams(max_tokens=0, prompt_logprobs=top)
+
+        async def run() -> PromptInfo:
+            stream = self._client.generate(prompt, params)
+            async for _ in stream:
+                pass
+            assert stream.prompt is not None, "the engine ended the request without an answer"
+            return stream.prompt
+
+        return self._call(run())
+
+    def tokenize(
+        self, prompt: TextPrompt | ChatPrompt, *, add_special_tokens: bool = True, return_token_strs: bool = False
+    ) -> Tokenized:
+        """See `AsyncClient.tokenize`."""
+        return self._call(
+            self._client.tokenize(prompt, add_special_tokens=add_special_tokens, return_token_strs=return_token_strs)
+        )
+
+    def detokenize(self, token_ids: Iterable[int]) -> str:
+        """See `AsyncClient.detokenize`."""
+        return self._call(self._client.detokenize(token_ids))
+
+    def embed(self, prompt: Prompt, pooling: Pooling = "last", **options: Unpack[RequestOptions]) -> Finished:
+        """Ask for an embedding and wait for it: its `embedding` is float32, of length 1. Raises `RequestFailed`."""
+        return self._call(self._client.embed(prompt, pooling, **options))
 
     def close(self) -> None:
         """Abort what runs and disconnect."""

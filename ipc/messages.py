@@ -96,6 +96,9 @@ class SamplingParams(Message, frozen=True):
     shown_special_tokens: tuple[str, ...] = ()  # those that have text although `skip_special_tokens` is set
 
 
+Pooling = Literal["", "last"]  # not empty: no output but an embedding, the hidden state of the prompt's last token
+
+
 class Generate(Message, frozen=True):
     request_id: int  # unique among the live requests of this client
     prompt: TextPrompt | ChatPrompt | TokenPrompt
@@ -106,6 +109,8 @@ class Generate(Message, frozen=True):
     priority: int = 0  # lower goes first, under the priority policy
     ttft_target_ms: float | None = None  # refuse at once when the first token is predicted to come later
     cache_pin_seconds: float = 0.0  # keep the prompt's KV cached at least this long
+    return_prompt: bool = False  # answer with `PromptInfo` first, as also `params.prompt_logprobs` makes it
+    pooling: Pooling = ""
 
 
 class Abort(Message, frozen=True):
@@ -118,7 +123,34 @@ class Hello(Message, frozen=True):
     client: str
 
 
-ToTokenizer = Generate | Abort | Hello
+class Tokenize(Message, frozen=True):
+    """Asks what token ids a prompt has; answered by `Tokenized` or `Failed`."""
+
+    request_id: int  # as that of `Generate`
+    prompt: TextPrompt | ChatPrompt
+    add_special_tokens: bool = True  # such as a begin-of-sequence token; templates of chats write theirs themselves
+    return_token_strs: bool = False
+
+
+class Detokenize(Message, frozen=True):
+    """Asks for the text of token ids, special tokens written out; answered by `Detokenized` or `Failed`."""
+
+    request_id: int
+    token_ids: bytes  # int32
+
+
+ToTokenizer = Generate | Abort | Hello | Tokenize | Detokenize
+
+
+class SamplingDefaults(Message, frozen=True):
+    """What requests over HTTP that do not say get: the model's own recommendation, else OpenAI's default."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None  # None: the model recommends nothing
 
 
 class ModelInfo(Message, frozen=True):
@@ -129,6 +161,7 @@ class ModelInfo(Message, frozen=True):
     vocab_size: int
     created: int  # unix seconds
     has_chat_template: bool
+    defaults: SamplingDefaults = SamplingDefaults()
     special_tokens: dict[str, int] = {}  # ids by text
     template_kwargs: tuple[str, ...] = ()  # names that `ChatPrompt.template_kwargs` may have
     tool_format: str = ""  # how the model writes tool calls: the name of a parser; empty: not known
@@ -155,6 +188,26 @@ class PositionLogprobs(Message, frozen=True):
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
+    offset: int = 0  # where the token, or the character that it is a part of, begins in the output, in characters
+
+
+class PromptPosition(Message, frozen=True):
+    """The log-probability that the model gave one token of the prompt, after those before it."""
+
+    chosen: TokenLogprob  # what stands there
+    rank: int  # 1: the most likely token
+    top: tuple[TokenLogprob, ...]  # the best ones there, best first
+
+
+class PromptInfo(Message, frozen=True):
+    """The prompt of a request that asked for it, before anything of its choices."""
+
+    request_id: int
+    token_ids: bytes  # int32
+    text: str
+    offsets: bytes  # int32: where in `text` each token begins, in characters; empty as `positions` are
+    first_token: str  # its text; of the others, `positions` have it
+    positions: tuple[PromptPosition, ...] = ()  # of all tokens but the first; empty unless asked for
 
 
 class Delta(Message, frozen=True):
@@ -166,6 +219,7 @@ class Delta(Message, frozen=True):
     token_ids: bytes  # int32
     logprobs: tuple[PositionLogprobs, ...] = ()
     in_reasoning: bool = False  # the prompt has already opened the reasoning with which the output begins
+    prompt_tokens: int = 0  # in all deltas of a choice the same
 
 
 class Finished(Message, frozen=True):
@@ -178,6 +232,7 @@ class Finished(Message, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    embedding: bytes = b""  # float32, of length 1; where the request asked for `pooling`
 
 
 class Failed(Message, frozen=True):
@@ -198,10 +253,25 @@ class Failed(Message, frozen=True):
 class Outputs(Message, frozen=True):
     """Everything one step has for one client."""
 
-    items: tuple[Delta | Finished | Failed, ...]
+    items: tuple[Delta | Finished | Failed | PromptInfo, ...]
 
 
-ToClient = Welcome | Outputs
+class Tokenized(Message, frozen=True):
+    """Answer to `Tokenize`."""
+
+    request_id: int
+    token_ids: bytes  # int32
+    token_strs: tuple[str, ...] = ()  # as the vocabulary spells them, when asked for
+
+
+class Detokenized(Message, frozen=True):
+    """Answer to `Detokenize`."""
+
+    request_id: int
+    text: str
+
+
+ToClient = Welcome | Outputs | Tokenized | Detokenized
 
 # --- tokenizer <-> scheduler -----------------------------------------------------------------------------------------
 
@@ -222,6 +292,9 @@ class SamplingSpec(Message, frozen=True):
     min_tokens: int
     banned_ids: bytes  # int32: end-of-sequence and stop ids, impossible before min_tokens outputs
     logprobs: int  # -1: none; k >= 0: the chosen token's and the k best
+    prompt_logprobs: int = -1  # likewise, of each prompt token but the first
+    allowed_ids: bytes = b""  # int32: nothing else may be sampled; empty: no such limit
+    bad_words: tuple[bytes, ...] = ()  # int32 each: its last id is impossible where the output ends with those before
     grammar: str = ""  # for llguidance's LLMatcher; empty: none
 
 
@@ -241,6 +314,8 @@ class Submit(Message, frozen=True):
     ttft_target_ms: float | None = None  # None: the scheduler's own setting
     cache_pin_seconds: float = 0.0
     stop_on_loop: int = 0
+    score_prompt: bool = False  # its sampling wants log-probabilities of the prompt, so no cached KV stands in for it
+    pooling: Pooling = ""
 
 
 class AbortRequests(Message, frozen=True):
@@ -276,6 +351,17 @@ class RawLogprobs(Message, frozen=True):
     top_values: bytes  # float32
 
 
+class PromptScores(Message, frozen=True):
+    """Log-probabilities of consecutive prompt tokens of one request, k alternatives for each."""
+
+    index: int  # which of the scheduled rows of its plan
+    first: int  # the token that the first entry is of; that one is at least 1
+    chosen: bytes  # float32
+    ranks: bytes  # int32, 1: the most likely token
+    top_ids: bytes  # int32, k for each token, best first
+    top_values: bytes  # float32, likewise
+
+
 class RowOutput(Message, frozen=True):
     """New tokens of one request; `finish` is set with the last ones."""
 
@@ -286,6 +372,8 @@ class RowOutput(Message, frozen=True):
     cached_tokens: int = 0
     logprobs: tuple[RawLogprobs, ...] = ()
     loop: bool = False  # `finish` is "stop" because the output repeats itself
+    prompt_scores: PromptScores | None = None  # those that follow the ones before
+    embedding: bytes = b""  # float32, with the one token of a request with `pooling`
 
 
 class StepOutputs(Message, frozen=True):
@@ -312,6 +400,8 @@ class NewRow(Message, frozen=True):
     num_prompt: int  # of which this many are the prompt (penalties and RNG counters count outputs from here)
     block_ids: bytes  # int32, the block table so far, shared prefix first
     sampling: SamplingSpec
+    num_scored: int = 0  # of the prompt log-probabilities that it asks for, those that are known already
+    pooling: Pooling = ""
 
 
 class StepPlan(Message, frozen=True):
@@ -363,8 +453,11 @@ class StepResult(Message, frozen=True):
     forward_us: int = 0
     sample_us: int = 0
     between_us: int = 0
+    prompt_scores: tuple[PromptScores, ...] = ()  # of the scheduled rows that want them, in order
+    score_us: int = 0  # spent on those
     completed: tuple[int, ...] = ()  # indices of rows whose output is now all that their grammar allows
     failed: tuple[RowFailure, ...] = ()
+    embeddings: tuple[bytes, ...] = ()  # empty, or float32 [hidden] for each row with `pooling` and b"" for the others
 
 
 class StepFailed(Message, frozen=True):
@@ -414,3 +507,44 @@ class Stats(Message, frozen=True):
     pinned_blocks: int = 0
     loop_stops: int = 0
     blocks_unused: int = 0  # of the cached ones: those that nobody uses at the moment
+    prefill_tokens: int = 0  # of the computed ones: those of prompts, and what was lost and is computed again
+
+
+class LiveRequest(Message, frozen=True):
+    """One choice that has not ended, for people to look at; nothing of its text."""
+
+    id: str  # the client's name for it; several choices may share it
+    tenant: str
+    state: Literal["waiting", "prefill", "decode"]
+    prompt_tokens: int
+    cached_tokens: int  # of them found in the prefix cache
+    computed_tokens: int  # positions whose KV has been planned
+    generated_tokens: int
+    age_seconds: float  # since its arrival
+    preemptions: int
+
+
+class CachedPrefix(Message, frozen=True):
+    """One node of the prefix tree: a run of blocks that several prompts may continue."""
+
+    digest: str  # of namespace and first block, keyed anew at each start: tells nodes apart, and nothing of the text
+    namespace: str
+    blocks: int
+    end: int  # tokens from the start of the prompt to the node's end
+    on_host: bool
+    children: int
+    users: int  # running requests whose prefix goes through it
+    uses: int  # matches and insertions so far
+    idle_seconds: float  # since its last use, to about a second; at least so long when that is far back
+
+
+class EngineDetails(Message, frozen=True):
+    """What Stats only counts: some requests, and the largest nodes of the prefix tree. Sent only to who asks."""
+
+    time: float  # unix seconds
+    requests: tuple[LiveRequest, ...]  # running ones first, each kind in the order of arrival
+    prefixes: tuple[CachedPrefix, ...]  # largest first
+    prefix_nodes: int  # nodes of the tree, when it was last walked through
+
+
+FromStats = Stats | EngineDetails

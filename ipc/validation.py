@@ -16,21 +16,26 @@ from .codec import unpack_ints
 from .messages import (
     ChatMessage,
     ChatPrompt,
+    Detokenize,
     Generate,
     Grammar,
     GrammarKind,
     ModelInfo,
     SamplingParams,
     TextPrompt,
+    Tokenize,
     TokenPrompt,
 )
 
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 200_000  # of one request: prompt tokens times alternatives and the token itself
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_BYTES = 256
 MAX_TEMPERATURE = 2.0
 MAX_PENALTY = 2.0
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite
@@ -44,7 +49,10 @@ MAX_PIN_SECONDS = 3600.0
 MAX_GRAMMAR_BYTES = 128 << 10
 MAX_GRAMMAR_DEPTH = 64  # of nested arrays and objects in a JSON schema
 MAX_GRAMMAR_CHOICES = 1024
-MAX_NAME = 128  # characters of a namespace, a tenant or an external id
+MAX_TOKENIZE_BYTES = 1 << 20
+MAX_DETOKENIZE = 1 << 18  # token ids
+MAX_NAME = 128  # characters of a namespace, a tenant, an external id or a message's name
+MAX_MESSAGES = 4096
 MAX_SHOWN_SPECIAL_TOKENS = 16
 MAX_TOOLS = 128
 MAX_TOOL_BYTES = 64 << 10  # of one tool, as JSON
@@ -53,6 +61,7 @@ MAX_TOOL_CALLS = 128  # of one message
 MAX_TOOL_CALL_ID = 256  # characters
 MAX_TEMPLATE_KWARGS_BYTES = 16 << 10  # as JSON
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+POOLINGS = ("last",)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _INT64 = 1 << 63
@@ -100,6 +109,8 @@ def validate_params(params: SamplingParams, model: ModelInfo) -> None:
         _check_int("seed", params.seed, -_INT64, _INT64 - 1)
     if params.logprobs is not None:
         _check_int("logprobs", params.logprobs, 0, min(MAX_LOGPROBS, model.vocab_size))
+    if params.prompt_logprobs is not None:
+        _check_int("prompt_logprobs", params.prompt_logprobs, 0, min(MAX_LOGPROBS, model.vocab_size))
     if params.stop_on_loop is not None:
         _check_loop(params.stop_on_loop)
     if len(params.shown_special_tokens) > MAX_SHOWN_SPECIAL_TOKENS:
@@ -111,6 +122,7 @@ def validate_params(params: SamplingParams, model: ModelInfo) -> None:
     _check_lengths(params, model)
     _check_stops(params, model)
     _check_bias(params, model)
+    _check_words(params, model)
     if params.grammar is not None:
         _check_grammar(params.grammar)
 
@@ -123,6 +135,7 @@ def validate_options(
     cache_pin_seconds: float = 0.0,
     namespace: str = "",
     tenant: str = "",
+    return_prompt: bool = False,
 ) -> None:
     """Raise `InvalidRequest` for the first field out of bounds, of those that are neither prompt nor sampling."""
     check_characters("external_id", external_id, MAX_NAME)
@@ -132,6 +145,8 @@ def validate_options(
     _check_float("cache_pin_seconds", cache_pin_seconds, 0.0, MAX_PIN_SECONDS)
     check_characters("namespace", namespace, MAX_NAME)
     check_characters("tenant", tenant, MAX_NAME)
+    if not isinstance(return_prompt, bool):
+        raise InvalidRequest("return_prompt must be true or false", "return_prompt")
 
 
 def validate_generate(request: Generate, model: ModelInfo) -> None:
@@ -143,8 +158,42 @@ def validate_generate(request: Generate, model: ModelInfo) -> None:
         cache_pin_seconds=request.cache_pin_seconds,
         namespace=request.namespace,
         tenant=request.tenant,
+        return_prompt=request.return_prompt,
     )
     validate(request.prompt, request.params, model)
+    if request.pooling:
+        check_pooling(request.pooling, request.params)
+
+
+def check_pooling(pooling: str, params: SamplingParams) -> None:
+    """Raise `InvalidRequest` unless this is a way to make an embedding, and one is asked for."""
+    if pooling not in POOLINGS:
+        raise InvalidRequest(f"pooling must be one of {', '.join(POOLINGS)}", "pooling")
+    if params.max_tokens != 1 or params.n != 1:
+        raise InvalidRequest("with pooling, max_tokens and n must be 1: the answer is one embedding", "pooling")
+
+
+def validate_tokenize(request: Tokenize, model: ModelInfo) -> None:
+    """Raise `InvalidRequest` for a prompt that cannot be tokenized; it may be empty, or longer than the context."""
+    if isinstance(request.prompt, TextPrompt):
+        size = _check_text("prompt", request.prompt.text)
+    else:
+        _check_chat(request.prompt, model)
+        size = sum(len(message.content.encode()) for message in request.prompt.messages)
+    if size > MAX_TOKENIZE_BYTES:
+        name = "prompt" if isinstance(request.prompt, TextPrompt) else "messages"
+        raise InvalidRequest(f"{name} may have at most {MAX_TOKENIZE_BYTES} bytes of text, not {size}", name)
+
+
+def validate_detokenize(request: Detokenize, model: ModelInfo) -> None:
+    """Raise `InvalidRequest` for token ids that the model does not have, or too many."""
+    try:
+        ids = unpack_ints(request.token_ids)
+    except ValueError:
+        raise InvalidRequest("tokens: token ids must be 4-byte integers", "tokens") from None
+    if len(ids) > MAX_DETOKENIZE:
+        raise InvalidRequest(f"tokens may have at most {MAX_DETOKENIZE} entries, not {len(ids)}", "tokens")
+    _check_ids("tokens", ids, model.vocab_size)
 
 
 def check_characters(name: str, value: str, most: int) -> None:
@@ -202,7 +251,8 @@ def _short(value: object) -> str:
 
 def _check_lengths(params: SamplingParams, model: ModelInfo) -> None:
     if params.max_tokens is not None:
-        _check_int("max_tokens", params.max_tokens, 1, _INT64 - 1)
+        least = 1 if params.prompt_logprobs is None else 0  # without an output there must be something to tell
+        _check_int("max_tokens", params.max_tokens, least, _INT64 - 1)
         if params.max_tokens >= model.max_model_len:
             raise InvalidRequest(
                 f"max_tokens is {params.max_tokens}, but prompt and output together may have at most "
@@ -235,6 +285,27 @@ def _check_bias(params: SamplingParams, model: ModelInfo) -> None:
     _check_ids("logit_bias", params.logit_bias, model.vocab_size)
     for value in params.logit_bias.values():
         _check_float("logit_bias", value, -MAX_BIAS, MAX_BIAS)
+
+
+def _check_words(params: SamplingParams, model: ModelInfo) -> None:
+    if len(params.allowed_token_ids) > model.vocab_size:
+        raise InvalidRequest(
+            f"allowed_token_ids may have at most {model.vocab_size} entries, as many as the vocabulary",
+            "allowed_token_ids",
+        )
+    _check_ids("allowed_token_ids", params.allowed_token_ids, model.vocab_size)
+    if params.allowed_token_ids and params.grammar is not None:
+        raise InvalidRequest("allowed_token_ids and structured output exclude each other", "allowed_token_ids")
+    if len(params.bad_words) > MAX_BAD_WORDS:
+        raise InvalidRequest(
+            f"bad_words may have at most {MAX_BAD_WORDS} strings, not {len(params.bad_words)}", "bad_words"
+        )
+    for word in params.bad_words:
+        size = _check_text("bad_words", word)
+        if not word.strip() or size > MAX_BAD_WORD_BYTES:
+            raise InvalidRequest(
+                f"each of bad_words must have 1 to {MAX_BAD_WORD_BYTES} bytes, not only spaces", "bad_words"
+            )
 
 
 def _check_grammar(grammar: Grammar) -> None:
@@ -314,13 +385,15 @@ def _check_chat(prompt: ChatPrompt, model: ModelInfo) -> None:
         raise InvalidRequest("this model has no chat template: use a plain prompt (/v1/completions)", "messages")
     if not prompt.messages:
         raise InvalidRequest("messages must not be empty", "messages")
+    if len(prompt.messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"messages may have at most {MAX_MESSAGES} entries", "messages")
     for index, message in enumerate(prompt.messages):
         where = f"messages[{index}]"
         if message.role not in ROLES:
             raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
         _check_text(f"{where}.content", message.content)
         if message.name is not None:
-            _check_text(f"{where}.name", message.name)
+            check_characters(f"{where}.name", message.name, MAX_NAME)
         _check_text(f"{where}.reasoning", message.reasoning)
         _check_calls(where, message)
     _check_tools(prompt.tools)

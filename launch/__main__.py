@@ -5,12 +5,16 @@ import os
 import sys
 
 from config.arch import read_arch
+from config.generation import describe, read_generation
 from config.memory_plan import full_report, short_report, shortage
 from config.resolve import resolve
+from config.schema import GenerationDefaults
 from config.sources import ConfigError, read_settings
 from ipc.control import StartError
 from launch import __version__
+from launch.edge import check_edge
 from launch.fleet import Engine
+from launch.kernels import find_kernels
 from launch.listen import open_listener
 from launch.machine import look_around
 from launch.model_source import locate
@@ -20,26 +24,34 @@ from launch.supervisor import Supervisor
 
 def main() -> int:
     """Exit status: 2 for settings that cannot be used, 1 when the engine could not start or died, else 0."""
+    display = StartDisplay()
     try:
         settings = read_settings(sys.argv[1:], os.environ, __version__)
         for warning in settings.warnings:
             print(f"warning: {warning}", file=sys.stderr)
         asked = settings.config
+        for warning in check_edge(asked.server, os.environ):
+            print(f"warning: {warning}", file=sys.stderr)
         # The port first: it may be taken, and finding the model can mean a long download.
         listens = asked.server.frontends > 0 and not settings.plan
         listener = open_listener(asked.server.host, asked.server.port) if listens else None
         source = locate(asked.model.model, asked.model.revision)
         try:
             arch = read_arch(source.path)
+            generation, unused = GenerationDefaults(), list[str]()
+            if asked.model.generation_config == "auto":
+                generation, unused = read_generation(source.path)
         except (ValueError, OSError) as error:
             raise StartError(f"--model {asked.model.model}: {error}") from None
-        resolved = resolve(asked, arch, look_around())
+        resolved = resolve(asked, arch, find_kernels(asked, look_around(), display.say))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # finding the model or compiling kernels takes long
+        return 0
 
     config, plan = resolved.config, resolved.plan
     if settings.plan:
@@ -51,9 +63,10 @@ def main() -> int:
     if settings.plan:
         return 0
 
-    display = StartDisplay()
     for reason in resolved.reasons:
         display.say(reason)
+    for line in (*unused, describe(generation)):
+        display.say(line)
     display.say(short_report(plan))
     engine = Engine(
         config=config,
@@ -63,6 +76,8 @@ def main() -> int:
         kv_memory_bytes=plan.kv,
         num_blocks=plan.num_blocks,
         num_host_blocks=plan.num_host_blocks,
+        rank_cpus=resolved.rank_cpus,
+        generation=generation,
     )
     with listener or contextlib.nullcontext():
         try:

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from config.schema import ChildSpec, Config, ModelArch
+from config.schema import ChildSpec, Config, GenerationDefaults, ModelArch
 from ipc.control import StartError
 from launch.listen import free_loopback_port
 from launch.process import Process
@@ -39,6 +39,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     kv_memory_bytes: int
     num_blocks: int
     num_host_blocks: int = 0
+    rank_cpus: tuple[tuple[int, ...], ...] = ()  # of each rank's compute threads; empty: they are bound to none
+    generation: GenerationDefaults = GenerationDefaults()
 
 
 class Fleet:
@@ -116,6 +118,8 @@ class Fleet:
             kv_memory_bytes=self._engine.kv_memory_bytes,
             num_blocks=self._engine.num_blocks,
             num_host_blocks=self._engine.num_host_blocks,
+            cpus=self._engine.rank_cpus[index] if role == "worker" and self._engine.rank_cpus else (),
             listen_fd=self._listener.fileno() if role == "frontend" and self._listener is not None else -1,
             rendezvous_port=rendezvous_port if role == "worker" else 0,
+            generation=self._engine.generation,
         )

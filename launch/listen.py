@@ -37,10 +37,10 @@ def open_listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def address_of(listener: socket.socket) -> str:
-    """http://HOST:PORT of the socket."""
+def address_of(listener: socket.socket, scheme: str = "http") -> str:
+    """SCHEME://HOST:PORT of the socket."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def reachable(address: str) -> str:

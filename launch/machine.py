@@ -6,7 +6,6 @@ scheduler/sched-bwc.rst). Paths below `root`, so that tests can lay out a machin
 
 import math
 import os
-import shutil
 from pathlib import Path
 
 import psutil
@@ -21,7 +20,8 @@ def look_around(root: Path = Path("/")) -> Machine:
     """The facts that `config.resolve` decides by."""
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
-    cores = float(_physical_cores(root))
+    cpus = _core_cpus(root)
+    cores = float(len(cpus))
     for limit, used in _memory_limits(root):
         total = min(total, limit)
         available = min(available, max(0, limit - used))
@@ -33,14 +33,8 @@ def look_around(root: Path = Path("/")) -> Machine:
         memory_available=available,
         cpu_features=_cpu_features(root),
         gpus=count_gpus(root),
-        has_compiler=_has_compiler(),
+        core_cpus=cpus if hasattr(os, "sched_setaffinity") else (),
     )
-
-
-def _has_compiler() -> bool:
-    """Whether there is a C++ compiler: the one that CXX names (its first word), or else one of the usual ones."""
-    named = os.environ.get("CXX", "").split()[:1]
-    return any(shutil.which(name) for name in named or ("c++", "g++", "clang++"))
 
 
 def _read(path: Path) -> str:
@@ -56,11 +50,16 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _physical_cores(root: Path) -> int:
-    """Cores among the CPUs this process may run on, counting the two threads of one core once."""
+def _core_cpus(root: Path) -> tuple[int, ...]:
+    """One of the CPUs this process may run on for each of their cores, those of one socket after each other.
+
+    Where the system does not say which CPUs are threads of one core, each counts as a core.
+    """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    siblings = {_read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in allowed}
-    return len(allowed) if "" in siblings else len(siblings)
+    topology = {cpu: root / f"sys/devices/system/cpu/cpu{cpu}/topology" for cpu in sorted(allowed)}
+    siblings = {cpu: _read(folder / "thread_siblings_list") for cpu, folder in topology.items()}
+    first = {text or str(cpu): cpu for cpu, text in reversed(siblings.items())}
+    return tuple(sorted(first.values(), key=lambda cpu: (_number(topology[cpu] / "physical_package_id") or 0, cpu)))
 
 
 def _cpu_features(root: Path) -> frozenset[str]:

@@ -11,9 +11,16 @@ from pathlib import Path
 import msgspec
 
 from config.schema import ChildSpec
+from config.sources import API_KEYS_VARIABLE
 from ipc.control import Idle, Order, Progress, Ready, StartFailed, Status, Unresponsive
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def child_environment() -> dict[str, str]:
+    """This process's variables, for one that imports our packages from wherever it runs."""
+    paths = [str(_REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 class Process:
@@ -57,9 +64,9 @@ class Process:
         handed_down = [order_read, status_write]
         if self._spec.listen_fd >= 0:
             handed_down.append(self._spec.listen_fd)
-        environment = dict(os.environ)
-        paths = [str(_REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        environment = child_environment()
+        if self.role != "frontend":
+            environment.pop(API_KEYS_VARIABLE, None)  # nobody else has a use for them
         arguments = ["-m", "launch.child", str(spec_file), str(order_read), str(status_write), module]
         try:
             # A session of its own keeps the terminal's Ctrl-C away: the launcher alone decides how all of them end.

@@ -136,7 +136,8 @@ class Supervisor:
 
     def _announce(self) -> None:
         clients = " ".join(self._directory.endpoints.clients)
-        address = clients if self._listener is None else address_of(self._listener)
+        scheme = "https" if self._engine.config.server.tls_cert else "http"
+        address = clients if self._listener is None else address_of(self._listener, scheme)
         sys.stdout.write(f"ready {address}\n")
         sys.stdout.flush()
         if self._listener is None:

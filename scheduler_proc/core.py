@@ -64,6 +64,7 @@ class Counters:
 
     prompt_tokens: int = 0
     computed_tokens: int = 0
+    prefill_tokens: int = 0
     generated_tokens: int = 0
     finished: int = 0
     aborted: int = 0
@@ -271,6 +272,8 @@ class SchedulerCore:
                 request.num_prompt,
                 pack_ints(request.block_table),
                 request.sampling,
+                request.num_scored,
+                request.pooling,
             )
             for request in step.admitted
         )
@@ -300,7 +303,8 @@ class SchedulerCore:
         step = self._in_flight[0]
         token_ids = unpack_ints(result.token_ids)
         rows = step.decodes + [request for request, sample in step.prefills if sample]
-        if len(token_ids) != len(rows) or len(result.logprobs) not in (0, len(rows)):
+        lengths = (len(result.logprobs), len(result.embeddings))
+        if len(token_ids) != len(rows) or not {0, len(rows)}.issuperset(lengths):
             raise ProtocolError(f"step {result.step} has {len(token_ids)} tokens for {len(rows)} sampling rows")
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             raise ProtocolError(f"step {result.step} sampled a token outside the vocabulary of {self._vocab_size}")
@@ -308,12 +312,15 @@ class SchedulerCore:
         busy = result.prepare_us + result.forward_us + result.sample_us
         if rows or step.prefills:  # else it only copied blocks
             self.cost_model.observe(step.shape, busy / 1e6)
-        self.counters.device_busy_us += busy
+        self.counters.device_busy_us += busy + result.score_us
         self.counters.computed_tokens += len(step.decodes) + step.prefill_tokens
         completed = frozenset(result.completed)
         failed = {failure.index: failure.message for failure in result.failed}
+        self.counters.prefill_tokens += step.prefill_tokens
         for request, _ in step.prefills:
             request.last_progress = time
+        if result.prompt_scores:
+            self._take_scores(step, result, outboxes)
         number, index, taken = step.number, -1, 0
         peer, box = b"", _Outbox()
         for request, token in zip(rows, token_ids, strict=True):
@@ -338,17 +345,38 @@ class SchedulerCore:
             ):
                 logprobs = result.logprobs[index] if result.logprobs else None
                 whole = index in completed
-                box.rows.append(self._take_special(request, token, logprobs, time, ended, index, whole))
+                embedding = result.embeddings[index] if result.embeddings else b""
+                box.rows.append(self._take_special(request, token, logprobs, embedding, time, ended, index, whole))
             else:
                 box.plain_ids.append(request.request_id)
                 box.plain_tokens.append(token)
         self.counters.generated_tokens += taken
+
+    def _take_scores(self, step: Step, result: StepResult, outboxes: dict[bytes, _Outbox]) -> None:
+        """Hand on log-probabilities of prompts; a request gets each of its prompt's once, in order."""
+        for scores in result.prompt_scores:
+            at = scores.index - len(step.decodes)
+            if not 0 <= at < len(step.prefills):
+                raise ProtocolError(f"step {result.step} has prompt log-probabilities of row {scores.index}")
+            request, _ = step.prefills[at]
+            if request.row < 0 or step.number < request.first_valid_step:
+                continue  # it has ended or lost its blocks since: it will be computed again
+            count = len(scores.chosen) // 4
+            if scores.first != request.num_scored + 1 or request.num_scored + count >= request.num_prompt:
+                raise ProtocolError(
+                    f"step {result.step} has {count} prompt log-probabilities from token {scores.first}, where "
+                    f"{request.num_scored} of {request.num_prompt - 1} are known"
+                )
+            request.num_scored += count
+            row = RowOutput(request.request_id, b"", prompt_scores=scores)
+            outboxes.setdefault(request.peer, _Outbox()).rows.append(row)
 
     def _take_special(
         self,
         request: Request,
         token: int,
         logprobs: RawLogprobs | None,
+        embedding: bytes,
         time: float,
         ended: tuple[int, ...] | None,
         index: int,
@@ -379,7 +407,9 @@ class SchedulerCore:
             self._end(request)
         entries = () if logprobs is None else (logprobs,)
         cached = max(0, request.cached_tokens)
-        return RowOutput(request.request_id, pack_ints((token,)), finish, stop_token, cached, entries, loop)
+        return RowOutput(
+            request.request_id, pack_ints((token,)), finish, stop_token, cached, entries, loop, embedding=embedding
+        )
 
     def _fail(self, request: Request, message: str, outboxes: dict[bytes, _Outbox]) -> None:
         """End a request that its own parameters have led to where no token is possible."""
@@ -427,6 +457,7 @@ class SchedulerCore:
             pinned_blocks=kv.pins.num_blocks,
             loop_stops=counters.loop_stops,
             blocks_unused=kv.tree.num_evictable,
+            prefill_tokens=counters.prefill_tokens,
         )
 
 

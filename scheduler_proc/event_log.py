@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from config.schema import SchedulerConfig
 from ipc.codec import unpack_int64s, unpack_ints
-from ipc.messages import Failed, RowFailure, RowOutput, SamplingSpec, StepOutputs, StepPlan, StepResult
+from ipc.messages import Failed, PromptScores, RowFailure, RowOutput, SamplingSpec, StepOutputs, StepPlan, StepResult
 from scheduler_proc.events import (
     Aborted,
     Arrived,
@@ -313,6 +313,12 @@ class Recorder:
             prepare_us=result.prepare_us,
             forward_us=result.forward_us,
             sample_us=result.sample_us,
+            # How many there are is what the core looks at.
+            prompt_scores=tuple(
+                PromptScores(scores.index, scores.first, bytes(len(scores.chosen)), b"", b"", b"")
+                for scores in result.prompt_scores
+            ),
+            score_us=result.score_us,
             failed=tuple(RowFailure(failure.index, "") for failure in result.failed),
         )
         return StepDone(event.time, hidden, tuple(ended))

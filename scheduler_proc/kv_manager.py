@@ -86,7 +86,7 @@ class KVManager:
         """Give a waiting request its cached prefix, and the promise of blocks for `positions` in all.
 
         False, and nothing changes but copies out under way, when that would leave fewer than `reserve` blocks
-        available. At least the last token is computed anew, since the next one is sampled from its logits.
+        available.
         """
         tokens = self._reusable(request)
         # A look first: a request that waits for room should not count as using its prefix again with each plan.
@@ -118,10 +118,10 @@ class KVManager:
         return True
 
     def _reusable(self, request: Request) -> bytes:
-        """The token ids of which cached KV can be used: whole blocks, and not the last token."""
+        """The token ids of which cached KV can be used, in whole blocks."""
         if not self._prefix_cache:
             return b""
-        return request.tokens[: (len(request.tokens) - 1) // self.block_size * self.block_size].tobytes()
+        return request.tokens[: request.reusable // self.block_size * self.block_size].tobytes()
 
     def _make_room(self, count: int) -> bool:
         """Free blocks for a prefix that is on the host; False when they are free only for the next plan."""
@@ -244,7 +244,7 @@ class KVManager:
         start = request.num_shared * self.block_size
         if not self._prefix_cache or request.num_planned != start or len(request.block_table) != request.num_shared:
             return []
-        usable = (request.num_known - 1) // self.block_size * self.block_size
+        usable = min(request.num_known - 1, request.reusable) // self.block_size * self.block_size
         if usable <= start:
             return []
         match = self.tree.match(request.tokens[start:usable].tobytes(), request.namespace, request.lock)

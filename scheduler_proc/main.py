@@ -7,6 +7,7 @@ may be lost and come back: the core keeps the requests meanwhile, and the tokeni
 import asyncio
 import gc
 import logging
+import secrets
 import time
 from collections import deque
 
@@ -46,6 +47,7 @@ from scheduler_proc.events import (
     Tick,
     WakeAt,
 )
+from scheduler_proc.inspector import Inspector
 from scheduler_proc.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ class Scheduler:
             spec.endpoints.workers, from_worker, spec.incarnation, self._from_worker, self._worker_lost, strict=True
         )
         self._publisher = StatsPublisher(spec.endpoints.stats)
+        self._inspector = Inspector(self.core, secrets.token_bytes(32))
         self._greeted: set[bytes] = set()
         self._ranks = Ranks(spec.config.worker.tp)
         self._serving = False  # the ranks have been ready once
@@ -104,6 +107,7 @@ class Scheduler:
         self._tick()
         while not self._ended.is_set():
             self._publish()
+            self._publish_details()
             if self._recorder is not None:
                 self._recorder.flush()
             try:
@@ -135,6 +139,13 @@ class Scheduler:
 
     def _publish(self) -> None:
         self._publisher.send(self.core.stats(time.monotonic(), time.time()))
+
+    def _publish_details(self) -> None:
+        now = time.monotonic()
+        self._inspector.mark(now)
+        if self._publisher.watched:
+            self._inspector.advance()
+            self._publisher.send_details(self._inspector.details(now, time.time()))
 
     def _obey(self, order: Order) -> None:
         if not isinstance(order, Drain):

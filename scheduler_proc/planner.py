@@ -19,6 +19,7 @@ from scheduler_proc.request import Request, State
 
 _LEAST_PROMPT_TOKENS = 4  # of a step that has no time for any: else a prompt would wait for all streams to end
 _ALIGNED_BLOCKS = 4  # chunks of so many blocks end with a whole one
+_SCORED_CHUNK = 128  # prompt tokens: each whose log-probability is wanted takes a pass over the whole vocabulary
 
 
 class Step:
@@ -272,6 +273,8 @@ class Planner:
             return 0
         start, block_size = request.num_planned, self._config.block_size
         count = min(request.num_known - start, self._prefill_chunk, budget)
+        if request.is_scoring:
+            count = min(count, _SCORED_CHUNK)
         # Whole blocks can be shared at once; but where the step has room for a few blocks only, that would waste much.
         if start + count < request.num_known and (count >= _ALIGNED_BLOCKS * block_size or step.prefills):
             count -= min((start + count) % block_size, count)

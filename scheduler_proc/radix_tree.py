@@ -80,11 +80,21 @@ class RadixTree:
         self.num_blocks = 0  # on the device, like the next
         self.num_locked_blocks = 0
         self.num_host_blocks = 0
+        self.num_clears = 0  # nodes from before the last `clear` are void
+
+    @property
+    def clock(self) -> int:
+        """The counter of operations that nodes take their times from."""
+        return self._clock
 
     @property
     def num_evictable(self) -> int:
         """Device blocks that `evict` could give back."""
         return self.num_blocks - self.num_locked_blocks
+
+    def roots(self) -> list[Node]:
+        """One for each namespace."""
+        return list(self._roots.values())
 
     def nodes(self) -> Iterator[Node]:
         """All nodes that hold blocks, for the invariant checks."""
@@ -332,6 +342,7 @@ class RadixTree:
         self._device_leaves.clear()
         self._host_leaves.clear()
         self.num_blocks = self.num_locked_blocks = self.num_host_blocks = 0
+        self.num_clears += 1
 
     def _keep_tail(self, node: Node, count: int) -> None:
         """Split `node` until it is the last `count` blocks of itself, or shorter.

@@ -46,17 +46,20 @@ class Request:
         "num_known",
         "num_planned",
         "num_prompt",
+        "num_scored",
         "num_shared",
         "order",
         "peer",
         "pin_seconds",
         "plan_after",
+        "pooling",
         "preemptions",
         "priority",
         "promised",
         "request_id",
         "row",
         "sampling",
+        "score_prompt",
         "started",
         "state",
         "stop_token_ids",
@@ -78,6 +81,9 @@ class Request:
         self.pin_seconds = submit.cache_pin_seconds
         self.min_tokens = submit.min_tokens
         self.sampling: SamplingSpec = submit.sampling
+        self.score_prompt = submit.score_prompt
+        self.num_scored = 0  # prompt log-probabilities that have come back, of num_prompt - 1
+        self.pooling = submit.pooling
         stops: array[int] = array("i")
         stops.frombytes(submit.stop_token_ids)
         self.stop_token_ids = frozenset(stops)
@@ -118,6 +124,21 @@ class Request:
         Not so when they were killed: then requests that run one at a time would only be longer in danger.
         """
         return self.lost_in_step and self.losses > 1 and len(self.tokens) == self.tokens_at_loss
+
+    @property
+    def reusable(self) -> int:
+        """Leading tokens whose KV may come from the cache.
+
+        At least the last token is computed anew, since the next one is sampled from its logits; and each one that tells
+        a log-probability of the prompt that is not known yet.
+        """
+        last = len(self.tokens) - 1
+        return min(last, self.num_scored) if self.is_scoring else last
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether log-probabilities of its prompt are missing yet."""
+        return self.score_prompt and self.num_scored < self.num_prompt - 1
 
     @property
     def num_outputs(self) -> int:

@@ -9,7 +9,7 @@ How a choice ends:
   request itself named. A stop token in the very last place allowed ends the choice with "stop", not "length".
 - A loop: the scheduler found that the output repeats itself. All of its text is shown, and `stop_reason` is
   `LOOP_STOP_REASON`.
-- The length limit.
+- The length limit. With `max_tokens` 0 nothing is generated: what the engine samples all the same is dropped.
 
 A `Delta` is made only when there is new text, or at the end. It carries the ids of the tokens whose text is out; those
 of tokens whose text is still held back (an incomplete character, a possible stop string) wait with it, as do their
@@ -31,9 +31,9 @@ from ipc.messages import (
     RawLogprobs,
     RowOutput,
     SamplingParams,
-    TokenLogprob,
 )
 
+from .prompt_report import name_token
 from .stops import StopMatcher
 from .vocabulary import Vocabulary
 
@@ -96,7 +96,7 @@ class Choice:
         start = self._num_chars
         shown = self._push(token_id)
         if shown and self._num_shown == self._num_chars and not self._pending and self._matcher.matched is None:
-            return Progress(Delta(self._request_id, self._index, shown, _pack_id(token_id), (), self._in_reasoning))
+            return Progress(self._to_delta(shown, _pack_id(token_id), ()))
         self._pending.append(_Pending(token_id, start, self._num_chars, None))
         if self._matcher.matched is not None:
             return self._end("stop", self._matcher.matched, [shown], stop_at=True)
@@ -108,6 +108,10 @@ class Choice:
         if row.logprobs and len(row.logprobs) != len(token_ids):
             raise ValueError(f"{len(row.logprobs)} log-probabilities for {len(token_ids)} tokens")
         self._cached_tokens = max(self._cached_tokens, row.cached_tokens)
+        if self._params.max_tokens == 0:
+            return Progress() if row.finish is None else self._end("length", None, [])
+        if row.embedding and row.finish is not None:
+            return Progress(finished=self._finished(row.finish, None, row.embedding))
         shown: list[str] = []
         for position, token_id in enumerate(token_ids):
             raw = row.logprobs[position] if row.logprobs else None
@@ -133,7 +137,7 @@ class Choice:
     def _add(self, token_id: int, raw: RawLogprobs | None) -> str:
         start = self._num_chars
         shown = self._push(token_id)
-        logprobs = None if raw is None else self._name(token_id, raw)
+        logprobs = None if raw is None else self._name(token_id, raw, start)
         self._pending.append(_Pending(token_id, start, self._num_chars, logprobs))
         return shown
 
@@ -167,7 +171,10 @@ class Choice:
             token_ids.append(token.token_id)
             if token.logprobs is not None:
                 logprobs.append(token.logprobs)
-        return Delta(self._request_id, self._index, text, pack_ints(token_ids), tuple(logprobs), self._in_reasoning)
+        return self._to_delta(text, pack_ints(token_ids), tuple(logprobs))
+
+    def _to_delta(self, text: str, token_ids: bytes, logprobs: tuple[PositionLogprobs, ...]) -> Delta:
+        return Delta(self._request_id, self._index, text, token_ids, logprobs, self._in_reasoning, self._prompt_tokens)
 
     def _end(
         self, reason: FinishReason, stop_reason: str | int | None, shown: list[str], *, stop_at: bool = False
@@ -182,9 +189,12 @@ class Choice:
                 if token.logprobs is not None and (token.start < self._num_shown or token.end <= self._num_shown)
             ]
             ids = pack_ints(token.token_id for token in self._pending)
-            delta = Delta(self._request_id, self._index, text, ids, tuple(logprobs), self._in_reasoning)
+            delta = self._to_delta(text, ids, tuple(logprobs))
             self._pending.clear()
-        finished = Finished(
+        return Progress(delta, self._finished(reason, stop_reason), self._num_tokens if stop_at else None)
+
+    def _finished(self, reason: FinishReason, stop_reason: str | int | None, embedding: bytes = b"") -> Finished:
+        return Finished(
             self._request_id,
             self._index,
             reason,
@@ -192,16 +202,12 @@ class Choice:
             self._prompt_tokens,
             self._num_tokens,
             self._cached_tokens,
+            embedding,
         )
-        return Progress(delta, finished, self._num_tokens if stop_at else None)
 
-    def _name(self, token_id: int, raw: RawLogprobs) -> PositionLogprobs:
+    def _name(self, token_id: int, raw: RawLogprobs, start: int) -> PositionLogprobs:
         ids, values = unpack_ints(raw.top_ids), unpack_floats(raw.top_values)
         if len(ids) != len(values):
             raise ValueError(f"{len(ids)} alternatives with {len(values)} log-probabilities")
-        top = tuple(self._logprob(other, value) for other, value in zip(ids, values, strict=True))
-        return PositionLogprobs(self._logprob(token_id, raw.chosen), top)
-
-    def _logprob(self, token_id: int, value: float) -> TokenLogprob:
-        spelled = self._vocabulary.token_bytes(token_id)
-        return TokenLogprob(token_id, spelled.decode("utf-8", "replace"), spelled, value)
+        top = tuple(name_token(self._vocabulary, other, value) for other, value in zip(ids, values, strict=True))
+        return PositionLogprobs(name_token(self._vocabulary, token_id, raw.chosen), top, start)

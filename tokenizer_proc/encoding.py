@@ -1,8 +1,9 @@
 """Prompts to token ids, off the event loop unless the prompt is short."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from ipc.codec import unpack_ints
 from ipc.messages import ChatPrompt, TextPrompt, TokenPrompt
@@ -12,6 +13,7 @@ from .templates import TemplateError, TemplateRenderer
 from .vocabulary import Vocabulary
 
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
+T = TypeVar("T")
 
 _SHORT_CHARS = 200  # about 0.1 ms of encoding, which is what a thread's wake-up costs
 _THREADS = 2  # so that one very long text does not stand before all others
@@ -41,13 +43,30 @@ class PromptEncoder:
             return unpack_ints(prompt.token_ids)
         if isinstance(prompt, TextPrompt):
             return await self._encode_text(prompt.text, "prompt", add_special_tokens=True)
+        return await self._encode_text(await self._render(prompt), "messages", add_special_tokens=False)
+
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt, *, add_special_tokens: bool) -> Sequence[int]:
+        """Token ids of a prompt that nobody wants to run, so that it may be longer than the context.
+
+        `InvalidRequest` when the chat template refuses the messages.
+        """
+        text = prompt.text if isinstance(prompt, TextPrompt) else await self._render(prompt)
+        return await self._in_thread(lambda: self._vocabulary.encode(text, add_special_tokens=add_special_tokens))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens written out."""
+        return await self._in_thread(lambda: self._vocabulary.decode(token_ids))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _render(self, prompt: ChatPrompt) -> str:
         if self._renderer is None:
             raise InvalidRequest("this model has no chat template: use a plain prompt (/v1/completions)", "messages")
         try:
-            text = await self._renderer.render(prompt)
+            return await self._renderer.render(prompt)
         except TemplateError as error:
             raise InvalidRequest(str(error), "messages") from error
-        return await self._encode_text(text, "messages", add_special_tokens=False)
 
     async def _encode_text(self, text: str, name: str, *, add_special_tokens: bool) -> Sequence[int]:
         # Encoding megabytes takes seconds, for which others would wait.
@@ -61,10 +80,7 @@ class PromptEncoder:
             )
         if len(text) <= _SHORT_CHARS:
             return self._vocabulary.encode(text, add_special_tokens=add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._threads, lambda: self._vocabulary.encode(text, add_special_tokens=add_special_tokens)
-        )
+        return await self._in_thread(lambda: self._vocabulary.encode(text, add_special_tokens=add_special_tokens))
 
     async def close(self) -> None:
         """End the template's child and take no more work."""

@@ -5,9 +5,20 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
+from config.schema import GenerationDefaults
 from ipc.codec import pack_floats, pack_ints
-from ipc.messages import ChatPrompt, Generate, ModelInfo, SamplingParams, SamplingSpec, Submit
-from ipc.validation import InvalidRequest
+from ipc.messages import (
+    ChatPrompt,
+    Generate,
+    ModelInfo,
+    SamplingDefaults,
+    SamplingParams,
+    SamplingSpec,
+    Submit,
+)
+from ipc.validation import MAX_PROMPT_LOGPROBS, InvalidRequest
+
+from .vocabulary import Vocabulary
 
 _SEED_MASK = (1 << 64) - 1
 
@@ -21,11 +32,21 @@ class Limits(Struct, frozen=True):
     max_queue_requests: int
     max_queue_tokens: int
     stop_on_loop: int = 0  # repeats that end an output, for requests that do not say
+    max_new_tokens: int | None = None  # the model's own limit, for requests that do not say
 
     @property
     def longest(self) -> int:
         """Most tokens of prompt and output together that can ever be computed."""
         return min(self.model.max_model_len, self.pool_tokens)
+
+
+def sampling_defaults(model: GenerationDefaults, vocab_size: int) -> SamplingDefaults:
+    """What the model recommends, and OpenAI's defaults where it says nothing."""
+    said = {name: getattr(model, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    if model.top_k is not None:
+        said["top_k"] = min(model.top_k, vocab_size)
+    used = {name: value for name, value in said.items() if value is not None}
+    return SamplingDefaults(**used, max_tokens=model.max_new_tokens)
 
 
 def prompt_name(message: Generate) -> str:
@@ -48,8 +69,16 @@ def output_budget(num_prompt: int, message: Generate, limits: Limits) -> int:
             "context_length_exceeded",
         )
     _check_queue(num_prompt, params.n, limits)
+    if params.prompt_logprobs is not None and num_prompt * (params.prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs (or logprobs with echo) is {params.prompt_logprobs}; of a prompt of {num_prompt} tokens "
+            f"it may be at most {MAX_PROMPT_LOGPROBS // num_prompt - 1}",
+            "prompt_logprobs",
+        )
     if params.max_tokens is None:
         budget = max(1, limits.longest - num_prompt)
+        if limits.max_new_tokens is not None:
+            budget = max(min(budget, limits.max_new_tokens), min(budget, params.min_tokens))
         if params.min_tokens > budget:
             raise InvalidRequest(
                 f"min_tokens is {params.min_tokens}, but after a prompt of {num_prompt} tokens only {budget} fit",
@@ -63,7 +92,7 @@ def output_budget(num_prompt: int, message: Generate, limits: Limits) -> int:
             "max_tokens",
             "context_length_exceeded",
         )
-    return params.max_tokens
+    return max(1, params.max_tokens)
 
 
 def _check_queue(num_prompt: int, choices: int, limits: Limits) -> None:
@@ -81,10 +110,28 @@ def _check_queue(num_prompt: int, choices: int, limits: Limits) -> None:
         )
 
 
+def bad_word_ids(words: Sequence[str], vocabulary: Vocabulary) -> tuple[bytes, ...]:
+    """Token ids, int32, of each word as it stands at the beginning of a text and behind a space."""
+    found: dict[bytes, None] = {}
+    for word in words:
+        for text in (word, " " + word.lstrip()):
+            found[pack_ints(vocabulary.encode(text, add_special_tokens=False))] = None
+    found.pop(b"", None)
+    return tuple(found)
+
+
 def submits(
-    request_ids: Sequence[int], prompt: Sequence[int], message: Generate, limits: Limits, grammar: str = ""
+    request_ids: Sequence[int],
+    prompt: Sequence[int],
+    message: Generate,
+    limits: Limits,
+    bad_words: tuple[bytes, ...] = (),
+    grammar: str = "",
 ) -> Iterator[Submit]:
-    """One `Submit` for each choice, in order of index, under `request_ids`; `grammar` is the compiled one.
+    """One `Submit` for each choice, in order of index, under `request_ids`; `bad_words` as `bad_word_ids` gives them,
+    `grammar` the compiled one.
+
+    Log-probabilities of the prompt are asked of the first choice only: the others share its prompt.
 
     Choice i of a request with seed s uses seed s + i (modulo 2^64); without a seed each choice draws its own.
     """
@@ -109,7 +156,7 @@ def submits(
             budget,
             params.min_tokens,
             stop_token_ids,
-            _sampling(params, seed, stop_token_ids if params.min_tokens else b"", grammar),
+            _sampling(params, seed, stop_token_ids if params.min_tokens else b"", bad_words, grammar, index),
             message.namespace,
             external_id=message.external_id,
             tenant=message.tenant,
@@ -117,10 +164,15 @@ def submits(
             ttft_target_ms=message.ttft_target_ms,
             cache_pin_seconds=message.cache_pin_seconds,
             stop_on_loop=limits.stop_on_loop if params.stop_on_loop is None else params.stop_on_loop,
+            score_prompt=params.prompt_logprobs is not None and index == 0,
+            pooling=message.pooling,
         )
 
 
-def _sampling(params: SamplingParams, seed: int, banned_ids: bytes, grammar: str) -> SamplingSpec:
+def _sampling(
+    params: SamplingParams, seed: int, banned_ids: bytes, bad_words: tuple[bytes, ...], grammar: str, index: int
+) -> SamplingSpec:
+    scored = params.prompt_logprobs if index == 0 else None
     return SamplingSpec(
         temperature=params.temperature,
         top_k=max(0, params.top_k),
@@ -135,5 +187,8 @@ def _sampling(params: SamplingParams, seed: int, banned_ids: bytes, grammar: str
         min_tokens=params.min_tokens,
         banned_ids=banned_ids,
         logprobs=-1 if params.logprobs is None else params.logprobs,
+        prompt_logprobs=-1 if scored is None else scored,
+        allowed_ids=pack_ints(sorted(set(params.allowed_token_ids))),
+        bad_words=bad_words,
         grammar=grammar,
     )

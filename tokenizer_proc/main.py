@@ -22,7 +22,7 @@ from ipc.messages import FromScheduler, ModelInfo, SchedulerReady, TokenizerHell
 
 from .encoding import PromptEncoder
 from .grammars import GrammarCompiler
-from .ingress import Limits
+from .ingress import Limits, sampling_defaults
 from .output_format import reasoning_format, tool_format
 from .service import Service
 from .templates import TemplateError, TemplateRenderer
@@ -62,6 +62,7 @@ class Tokenizer:
             spec.arch.vocab_size,
             int(time.time()),
             self._renderer is not None,
+            sampling_defaults(spec.generation, spec.arch.vocab_size),
             vocabulary.special_token_ids(),
             spec.config.server.chat_template_kwargs,
         )
@@ -79,6 +80,7 @@ class Tokenizer:
                 spec.config.scheduler.max_queue_requests,
                 spec.config.scheduler.max_queue_tokens,
                 spec.config.scheduler.stop_on_loop,
+                spec.generation.max_new_tokens,
             ),
             max_encoding=spec.config.scheduler.max_queue_requests,
             to_client=lambda peer, message: self._clients.send(peer, message),

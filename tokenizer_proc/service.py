@@ -20,16 +20,20 @@ from ipc.messages import (
     AbortRequests,
     ChatPrompt,
     Delta,
+    Detokenize,
     Failed,
     Finished,
     Generate,
     Hello,
     ModelInfo,
     Outputs,
+    PromptInfo,
+    PromptScores,
     RowOutput,
     StepOutputs,
     StopAt,
     ToClient,
+    Tokenize,
     ToScheduler,
     ToTokenizer,
     Welcome,
@@ -39,8 +43,10 @@ from ipc.validation import InvalidRequest, validate_generate
 from .choice import Choice, Progress
 from .encoding import PromptEncoder
 from .grammars import GrammarCompiler
-from .ingress import Limits, prompt_name, submits
+from .ingress import Limits, bad_word_ids, prompt_name, submits
 from .output_format import REASONING_OPENING
+from .prompt_report import PromptReport
+from .text_service import TextService
 from .vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -49,7 +55,7 @@ _MAX_STALE = 1 << 16  # ended requests whose late outputs are expected; older on
 
 _TAG_TOKENS = 16  # at the end of a prompt: more than a tag and the white space behind it have
 
-_Outgoing = Delta | Finished | Failed
+_Outgoing = Delta | Finished | Failed | PromptInfo
 
 
 class _Request:
@@ -59,6 +65,8 @@ class _Request:
         self.peer = peer
         self.message = message
         self.choices: dict[int, Choice] = {}
+        self.report: PromptReport | None = None  # until it is complete and sent
+        self.held: list[_Outgoing] = []  # outputs of choices that are ahead of it
         self.encoding: asyncio.Task[None] | None = None
 
     @property
@@ -81,7 +89,16 @@ class _Outbox:
         self.stops: list[StopAt] = []
 
     def put(self, request: _Request, item: _Outgoing) -> None:
+        if request.report is not None and not isinstance(item, Failed):
+            request.held.append(item)
+            return
         self.items.setdefault(request.peer, []).append(item)
+
+    def put_report(self, request: _Request, report: PromptReport) -> None:
+        """What is known of the prompt, now that all is, and what waited for it."""
+        request.report = None
+        self.items.setdefault(request.peer, []).extend((report.info(), *request.held))
+        request.held.clear()
 
 
 def _columns(message: StepOutputs) -> tuple[Sequence[int], Sequence[int]]:
@@ -119,6 +136,7 @@ class Service:
         self._limits = limits
         self._max_encoding = max_encoding
         self._to_client = to_client
+        self._texts = TextService(vocabulary, encoder, limits.model, max_encoding, to_client)
         self._to_scheduler = to_scheduler
         self._on_idle = on_idle
         self._grammars = grammars
@@ -151,6 +169,8 @@ class Service:
                 request = self._requests.get((peer, request_id))
                 if request is not None:
                     self._cancel([request])
+            case Tokenize() | Detokenize():
+                self._texts.handle(peer, message)
             case Hello():
                 self._greeted.add(peer)
                 if self._unavailable is None:
@@ -223,7 +243,8 @@ class Service:
         token_ids = list(prompt)
         message = request.message
         ids = [next(self._ids) for _ in range(message.params.n)]
-        to_send = list(submits(ids, token_ids, message, self._limits, grammar))
+        bad_words = bad_word_ids(message.params.bad_words, self._vocabulary)
+        to_send = list(submits(ids, token_ids, message, self._limits, bad_words, grammar))
         in_reasoning = self._opens_reasoning(message, token_ids)
         for index, request_id in enumerate(ids):
             choice = Choice(
@@ -236,6 +257,12 @@ class Service:
                 self._cancel([request])
                 self._refuse(request, request.failed(503, "the engine is not reachable", code="engine_unavailable"))
                 return
+        if message.return_prompt or message.params.prompt_logprobs is not None:
+            report = PromptReport(message, token_ids, self._vocabulary)
+            if report.complete:
+                self._to_client(request.peer, Outputs((report.info(),)))
+            else:
+                request.report = report
 
     def _opens_reasoning(self, message: Generate, token_ids: Sequence[int]) -> bool:
         """Whether the rendered prompt ends with the tag that begins reasoning."""
@@ -354,11 +381,22 @@ class Service:
             self._row_failed(request, row, outbox)
             return
         try:
+            if row.prompt_scores is not None:
+                self._take_scores(request, row.prompt_scores, outbox)
             progress = request.choices[row.request_id].take(row)
         except Exception as error:
             self._broken(request, error, outbox)
             return
         self._take_progress(request, row.request_id, progress, outbox, ended_there=row.finish is not None)
+
+    @staticmethod
+    def _take_scores(request: _Request, scores: PromptScores, outbox: _Outbox) -> None:
+        report = request.report
+        if report is None:
+            raise ValueError("log-probabilities of a prompt that nobody asked for")
+        report.take(scores)
+        if report.complete:
+            outbox.put_report(request, report)
 
     def _take_progress(
         self, request: _Request, request_id: int, progress: Progress, outbox: _Outbox, *, ended_there: bool

@@ -80,6 +80,10 @@ class Vocabulary:
         # Of the library's methods, only those for batches release it.
         return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of `token_ids`. Releases the GIL."""
+        return self.tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
+
     def least_tokens(self, text: str) -> int:
         """Tokens that `text` has at least, told without encoding it; 0 where that can't be told."""
         if not self._longest:

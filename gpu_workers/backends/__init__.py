@@ -1,7 +1,7 @@
 """Device backends by name; one is imported only when it is asked for."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,6 +22,7 @@ def make_backend(
     quantized: bool = True,
     kv_dtype: str = "float32",
     progress: Callable[[str], None] | None = None,
+    cpus: Sequence[int] = (),
 ) -> Backend:
     """The backend for a resolved `device` and `dtype` ("float32" or "bfloat16").
 
@@ -29,8 +30,9 @@ def make_backend(
     result does not depend on the other rows of its batch. `kernels`: "native" (compiled), "torch", or "auto", which
     takes torch with a warning where the native ones can't be compiled. `quantized`: quantized weights are multiplied
     as they are, if the kernels can. `kv_dtype` ("float32", "float16", "bfloat16" or "int8") is that of the native
-    kernels' KV cache; torch's has `dtype`. `progress` is told in words what takes long. StartError when there is no
-    such backend.
+    kernels' KV cache; torch's has `dtype`. `progress` is told in words what takes long. `cpus`: one for each of the
+    native kernels' threads, to which all are bound but the first, the caller's. StartError when there is no such
+    backend.
     """
     if device != "cpu":
         raise StartError(f"--device {device} has no backend here; available: cpu.")
@@ -41,7 +43,8 @@ def make_backend(
         from kernels.cpu.build import BuildError, IsaError
 
         try:
-            return NativeCpuBackend(_DTYPES[dtype], threads or torch.get_num_threads(), quantized, kv_dtype, progress)
+            threads = threads or torch.get_num_threads()
+            return NativeCpuBackend(_DTYPES[dtype], threads, quantized, kv_dtype, progress, cpus)
         except BuildError as error:
             if kernels == "native":
                 raise StartError(f"--kernels native: {error}") from error
@@ -51,7 +54,7 @@ def make_backend(
                 raise StartError(f"--kv-dtype int8 needs compiled kernels, which can't be had: {error}") from error
             log.warning(
                 "plain torch operations instead of the CPU kernels, many times slower, and keys and values as %s, not "
-                "%s as planned (--kernels torch plans for it): %s",
+                "%s: %s",
                 dtype,
                 kv_dtype,
                 error,

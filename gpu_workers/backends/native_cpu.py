@@ -8,7 +8,7 @@ A row's operations never depend on the other rows, so its bits are the same alon
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,12 @@ from gpu_workers.backend import Backend, Compiled, LoadedWeight
 from gpu_workers.backends.native_kv import NativeHostKV, NativeKV, zeroed_bytes
 from gpu_workers.batch import ForwardBatch
 from gpu_workers.comm import Comm
+from gpu_workers.noise import uniform
 from gpu_workers.prepare import PreparedStep, prepare
 from gpu_workers.rows import Ints, Rows
+from gpu_workers.sampling import GREEDY_BELOW, NOT_NUMBERS, SamplingBatch
 from gpu_workers.weights.quantized import QuantizedWeight, cat
+from ipc.control import StartError
 from kernels.cpu.library import (
     FLAG_GELU,
     FLAG_LOGITS_ROWS,
@@ -38,6 +41,7 @@ from kernels.cpu.library import (
     KvType,
     Op,
     PackedWeight,
+    Sampling,
     Step,
     flatten,
     kv_block_bytes,
@@ -79,6 +83,7 @@ class _Recording:
         self.buffers: list[_Buffer] = []
         self._by_purpose: dict[tuple[str, int], int] = {}
         self.vocab_size = 0
+        self._head = 0
 
     def output(self, purpose: str, width: int, quantizes: bool = False) -> Value:
         """A place for a result; whatever was in it is gone. `quantizes`: the op that writes there can give codes."""
@@ -103,6 +108,19 @@ class _Recording:
         assert isinstance(part, list)
         part.append(Op(code=code, **fields))
 
+    def begin_head(self) -> None:
+        """What follows may be run again for other rows; in it the ranks exchange nothing."""
+        part = self.parts[-1]
+        assert isinstance(part, list)
+        self._head = len(part)
+
+    @property
+    def head(self) -> list[Op]:
+        """The operations of the head, which is the end of the last part."""
+        part = self.parts[-1]
+        assert isinstance(part, list)
+        return part[self._head :]
+
     def exchange(self, value: Value, comm: Comm) -> None:
         self.parts += [_Exchange(self.use(value), self.buffers[value.buffer].width, comm), []]
 
@@ -110,7 +128,7 @@ class _Recording:
 class NativeCpuBackend(Backend):
     """See `gpu_workers.backends.make_backend`; `progress` is told when the kernels are being compiled.
 
-    Raises `kernels.cpu.build.BuildError` when they can't be.
+    Raises `kernels.cpu.build.BuildError` when they can't be, StartError when threads can't be bound to `cpus`.
     """
 
     def __init__(
@@ -120,11 +138,17 @@ class NativeCpuBackend(Backend):
         quantized: bool,
         kv_dtype: str = "float32",
         progress: Callable[[str], None] | None = None,
+        cpus: Sequence[int] = (),
     ) -> None:
         # torch is left with small things: a second team of threads would only be in the way of the kernels' own.
         torch.set_num_threads(1)
         self._library = load(progress)
         self._engine = Engine(self._library, threads)
+        if cpus:
+            try:
+                self._engine.pin(cpus)
+            except OSError as error:
+                raise StartError(f"--pin-threads: {error}") from error
         self.device = torch.device("cpu")
         self.dtype = dtype
         self.takes_quantized = quantized
@@ -195,6 +219,20 @@ class NativeCpuBackend(Backend):
     def copy_blocks_in(self, kv: NativeKV, host_kv: NativeHostKV, pairs: torch.Tensor) -> None:
         host_kv.copy_in(kv, pairs)
 
+    def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
+        ids = np.empty(len(logits), dtype=np.int64)
+        settings = {
+            "temperature": np.where(batch.temperature < GREEDY_BELOW, np.float32(0), batch.temperature),
+            "top_k": batch.top_k,
+            "top_p": batch.top_p,
+            "min_p": batch.min_p,
+            "uniforms": uniform(batch.seeds, batch.output_index),
+            "ids": ids,
+        }
+        pointers = {name: values.ctypes.data for name, values in settings.items()}
+        self._engine.sample(Sampling(*logits.shape, logits=logits.data_ptr(), **pointers))
+        return _known(ids)
+
     # --- recording ---------------------------------------------------------------------------------------------------
 
     def prepare(self, rows: Rows, scheduled: bytes) -> PreparedStep | None:
@@ -204,18 +242,33 @@ class NativeCpuBackend(Backend):
             self._flat = _FlatBatch(self._library, rows)
         return self._flat.fill(scheduled)
 
-    def compile(self, forward: Callable[[Any, NativeKV], Value]) -> "_Replay":
-        return _Replay(lambda batch, kv: self._recorded(forward, batch, kv))
+    def compile(
+        self,
+        body: Callable[[Any, NativeKV], Any],
+        select: Callable[[Any, Any], Value],
+        head: Callable[[Value], Value],
+    ) -> "_Replay":
+        return _Replay(lambda batch, kv: self._recorded(body, select, head, batch, kv))
 
-    def _recorded(self, forward: Callable[[Any, NativeKV], Value], batch: Any, kv: NativeKV) -> "_Program":
+    def _recorded(
+        self,
+        body: Callable[[Any, NativeKV], Any],
+        select: Callable[[Any, Any], Value],
+        head: Callable[[Value], Value],
+        batch: Any,
+        kv: NativeKV,
+    ) -> "_Program":
         self._recording = _Recording()
         try:
-            forward(batch, kv)
-            return self._program(self._recording, kv)
+            values = body(batch, kv)
+            self._recording.begin_head()
+            states = select(values, batch)
+            head(states)
+            return self._program(self._recording, states, kv)
         finally:
             self._recording = None
 
-    def _program(self, recording: _Recording, kv: NativeKV) -> "_Program":
+    def _program(self, recording: _Recording, states: Value, kv: NativeKV) -> "_Program":
         sizes = AttentionSizes(
             num_heads=self._num_heads,
             num_kv_heads=kv.num_kv_heads,
@@ -227,7 +280,7 @@ class NativeCpuBackend(Backend):
             sin=self._sin.data_ptr(),
             kv=kv.pool.ctypes.data,
         )
-        return _Program(self._engine, recording, sizes, kv)
+        return _Program(self._engine, recording, recording.use(states), sizes, kv)
 
     @property
     def _record(self) -> _Recording:
@@ -368,18 +421,26 @@ class _Replay(Compiled):
     def __call__(self, batch: Step | ForwardBatch, kv: NativeKV) -> torch.Tensor:
         return self._program_for(batch, kv).logits(batch)
 
+    def more_logits(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
+        if self._program is None:
+            raise RuntimeError("no batch has been run yet")
+        return self._program.more_logits(token_rows)
+
     def best_ids(self, batch: Step | ForwardBatch, kv: NativeKV) -> NDArray[np.int64]:
-        ids = self._program_for(batch, kv).best_ids(batch)
-        if (ids < 0).any():
-            raise FloatingPointError("the model computed logits that are not numbers (NaN)")
-        return ids
+        return _known(self._program_for(batch, kv).best_ids(batch))
+
+    def states(self, count: int) -> torch.Tensor:
+        if self._program is None:
+            raise RuntimeError("no batch has been run yet")
+        return self._program.states(count)
 
 
 class _Program:
-    """A recording that can be run, on the pool `kv`."""
+    """A recording that can be run, on the pool `kv`; `states` is the number of the buffer that the head reads."""
 
-    def __init__(self, engine: Engine, recording: _Recording, sizes: AttentionSizes, kv: NativeKV) -> None:
+    def __init__(self, engine: Engine, recording: _Recording, states: int, sizes: AttentionSizes, kv: NativeKV) -> None:
         self.kv = kv
+        self._states, self._width = states, recording.buffers[states].width
         self._engine = engine
         self._vocab_size = recording.vocab_size
         # Kept, as fresh pages for as much memory in every step take longer than the head's products.
@@ -389,6 +450,8 @@ class _Program:
         self._parts: list[ctypes.Array[Op] | _Exchange] = [
             part if isinstance(part, _Exchange) else (Op * len(part))(*part) for part in recording.parts
         ]
+        self._head = (Op * len(recording.head))(*recording.head)
+        self._last: Step | None = None
 
     def logits(self, batch: Step | ForwardBatch) -> torch.Tensor:
         """[S, vocabulary] float32, good until the next run."""
@@ -399,6 +462,18 @@ class _Program:
         self._run(step)
         return self._logits[: step.rows]
 
+    def more_logits(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
+        """[R, vocabulary] float32 of flat tokens of the last batch, good until the next run."""
+        assert self._last is not None, "a program is made to be run"
+        rows = np.ascontiguousarray(token_rows, dtype=np.int64)
+        if len(rows) > self._logits.shape[0]:
+            self._logits = torch.empty(len(rows), self._vocab_size)
+        step = Step.from_buffer_copy(self._last)
+        step.rows, step.logits_rows = len(rows), rows.ctypes.data
+        step.logits, step.best_ids = self._logits.data_ptr(), None
+        self._engine.run(self._head, step)
+        return self._logits[: len(rows)]
+
     def best_ids(self, batch: Step | ForwardBatch) -> NDArray[np.int64]:
         """[S], of the largest logits; -1 where one is NaN."""
         step = _as_step(batch)
@@ -407,7 +482,12 @@ class _Program:
         self._run(step)
         return ids
 
+    def states(self, count: int) -> torch.Tensor:
+        """[count, hidden], as the last run left them."""
+        return self._engine.values(self._states, count, self._width)
+
     def _run(self, step: Step) -> None:
+        self._last = step
         for part in self._parts:
             if isinstance(part, _Exchange):
                 values = self._engine.values(part.buffer, step.tokens, part.width)
@@ -448,6 +528,13 @@ def _as_step(batch: Step | ForwardBatch) -> Step:
     )
     step.arrays = tables, arrays
     return step
+
+
+def _known(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`ids`; FloatingPointError where one is -1."""
+    if (ids < 0).any():
+        raise FloatingPointError(NOT_NUMBERS)
+    return ids
 
 
 def _pad_rows(weight: LoadedWeight, count: int) -> LoadedWeight:

@@ -60,7 +60,7 @@ class LlamaModel:
         del table, head
         self._norm = backend.load_norm(weights.take("model.norm.weight"))
         self._layers = [self._load_layer(weights, index) for index in range(arch.num_layers)]
-        self._run = backend.compile(self._local_logits)
+        self._run = backend.compile(self._layers_of, self._final_states, self._local_logits)
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -155,6 +155,11 @@ class LlamaModel:
         """
         return self.comm.all_gather(self._run(batch, kv))[:, : self.arch.vocab_size]
 
+    @torch.inference_mode()
+    def more_logits(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
+        """As `forward`, of the R flat tokens `token_rows` of the batch that was run last: [R, vocabulary]."""
+        return self.comm.all_gather(self._run.more_logits(token_rows))[:, : self.arch.vocab_size]
+
     def best_ids(self, batch: Any, kv: Any) -> NDArray[np.int64]:
         """As `forward`, but the ids [S] of the largest logits, the lowest of equals; FloatingPointError on NaN.
 
@@ -162,7 +167,12 @@ class LlamaModel:
         """
         return self._run.best_ids(batch, kv)
 
-    def _local_logits(self, batch: ForwardBatch, kv: Any) -> Array:
+    def states(self, count: int) -> torch.Tensor:
+        """[count, hidden] float32: what the last forward, of so many `logits_rows`, made logits of."""
+        return self._run.states(count)
+
+    def _layers_of(self, batch: ForwardBatch, kv: Any) -> tuple[Array, Array]:
+        """What the last layer gives, and the residual that it is yet to be added to."""
         backend, eps = self.backend, self.arch.rms_norm_eps
         residual = self._embed(batch)
         x = backend.rms_norm(residual, self._layers[0].attention_norm, eps)
@@ -175,9 +185,16 @@ class LlamaModel:
             x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = backend.gated_linear(x, layer.gate_up, self.arch.hidden_act)
             x = self._sum_over_ranks(backend.linear(x, layer.down))
-        x, residual = (backend.select_logits_rows(part, batch) for part in (x, residual))
-        x, _ = backend.add_rms_norm(x, residual, self._norm, eps)
-        return backend.logits(x, self._head)
+        return x, residual
+
+    def _final_states(self, parts: tuple[Array, Array], batch: ForwardBatch) -> Array:
+        x, residual = (self.backend.select_logits_rows(part, batch) for part in parts)
+        x, _ = self.backend.add_rms_norm(x, residual, self._norm, self.arch.rms_norm_eps)
+        return x
+
+    def _local_logits(self, states: Array) -> Array:
+        """Of this rank's part of the vocabulary."""
+        return self.backend.logits(states, self._head)
 
     def _embed(self, batch: ForwardBatch) -> Array:
         rows = self.backend.embed(self._embedding, batch, self._vocab_start)

@@ -87,6 +87,19 @@ struct TmStep {
     int64_t* best_ids;      // [S], instead: the lowest index of the largest logit, -1 if any is NaN
 };
 
+// What S rows of logits ask for (`gpu_workers/sampling.py`).
+struct TmSampling {
+    int64_t rows;  // S
+    int64_t vocab_size;
+    const float* logits;       // [S, vocab_size]
+    const float* temperature;  // [S]; 0: the lowest id of the largest logit
+    const int64_t* top_k;      // [S], 0: off
+    const double* top_p;       // [S]
+    const float* min_p;        // [S]
+    const double* uniforms;    // [S], in (0, 1)
+    int64_t* ids;              // [S], filled in; -1: the logits are not numbers
+};
+
 // The requests a rank knows (`gpu_workers/rows.py`).
 struct TmRows {
     int64_t max_seqs;
@@ -102,12 +115,16 @@ struct TmRows {
 
 // All return nullptr, or a negative number, when memory is lacking. The library checks no shapes: its callers do.
 void* tm_engine_new(int32_t threads);
+// Binds each thread but the caller's, which is the first, to a CPU of its own, cpus[1] and so on. A negative number: the
+// system refuses.
+int32_t tm_engine_pin(void* engine, const int32_t* cpus);
 void tm_engine_free(void* engine);
 // Bytes of one layer's part of a block; `sizes.kv` and its tables are not looked at.
 int64_t tm_kv_block_bytes(const TmAttention* sizes);
 int32_t tm_engine_set_attention(void* engine, const TmAttention* sizes);
 int32_t tm_engine_set_buffers(void* engine, const TmBuffer* buffers, int32_t count);
 int32_t tm_engine_run(void* engine, const TmOp* ops, int32_t count, const TmStep* step);
+int32_t tm_engine_sample(void* engine, const TmSampling* sampling);
 // Fills in everything of `step` but `logits` and `best_ids` from `count` scheduled int32 [row, start, count, sample]; its
 // arrays have room for `capacity` tokens and for max_seqs sequences. Returns T: if it is more than `capacity`, or -1 because
 // an entry does not fit the rows or memory is lacking, `step` is not to be used.

@@ -83,9 +83,31 @@ _SANITIZED = (
     "-O2",  # at -O1, g++ inlines none of the one-line vector functions, and tests take several times as long
     "-g",
     "-fno-omit-frame-pointer",
-    "-fsanitize=address,undefined,float-cast-overflow",
-    "-fno-sanitize-recover=all",
 )
+
+
+@dataclass(frozen=True)
+class _Sanitizer:
+    """Flags, and what a process needs that loads such a library."""
+
+    flags: tuple[str, ...]
+    library: str
+    variables: dict[str, str]
+
+
+SANITIZERS = {
+    "address": _Sanitizer(
+        ("-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"),
+        "libasan.so",
+        {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"},
+    ),
+    # Of other libraries it knows too little to tell their races from their locks.
+    "thread": _Sanitizer(
+        ("-fsanitize=thread",),
+        "libtsan.so",
+        {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1 halt_on_error=1"},
+    ),
+}
 
 
 def _cpu_features() -> frozenset[str]:
@@ -194,11 +216,12 @@ def _run(command: list[str], purpose: str, temporary: Path | None = None) -> str
 class _Recipe:
     """One library to be made: its sources, flags, and the hash of everything except the compiler."""
 
-    def __init__(self, sources: Path, isa: str, sanitize: bool) -> None:
+    def __init__(self, sources: Path, isa: str, sanitize: str | None) -> None:
         self.sources = sources
         self.isa = isa
-        self.label = f"{isa}-sanitized" if sanitize else isa
-        self.flags = [*_FLAGS, *(_SANITIZED if sanitize else _OPTIMISED), *ISAS[isa].flags]
+        self.label = f"{isa}-{sanitize}-sanitized" if sanitize else isa
+        how = (*_SANITIZED, *SANITIZERS[sanitize].flags) if sanitize else _OPTIMISED
+        self.flags = [*_FLAGS, *how, *ISAS[isa].flags]
         self.files = sorted(sources.glob("*.cpp"))
         if not self.files:
             raise BuildError(f"there are no C++ sources in {sources}")
@@ -224,7 +247,7 @@ class _Recipe:
 
 
 def build(
-    isa: str | None = None, sanitize: bool = False, progress: Progress | None = None, sources: Path = SOURCES
+    isa: str | None = None, sanitize: str | None = None, progress: Progress | None = None, sources: Path = SOURCES
 ) -> Path:
     """The shared library of the CPU kernels for this machine, compiled if nobody has done so before.
 
@@ -233,7 +256,7 @@ def build(
 
     Args:
         isa: a name from ISAS that this CPU can run; `detect_isa()` if None.
-        sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer; to be loaded in `sanitizer_environment()`.
+        sanitize: "address" (with UndefinedBehaviorSanitizer) or "thread"; to be loaded in `sanitizer_environment()`.
         progress: told in words, once a compilation takes longer than a second or another process is compiling.
         sources: the folder with the *.cpp and *.h files.
 
@@ -260,7 +283,7 @@ def build(
 
 
 def prebuild(
-    isa: str, folder: Path, sanitize: bool = False, progress: Progress | None = None, sources: Path = SOURCES
+    isa: str, folder: Path, sanitize: str | None = None, progress: Progress | None = None, sources: Path = SOURCES
 ) -> Path:
     """Compile into `folder`, for any CPU; `build()` finds it once the folder is `prebuilt/` beside the sources."""
     recipe = _Recipe(sources, _known(isa, "isa"), sanitize)
@@ -351,26 +374,23 @@ def _compile(recipe: _Recipe, compiler: list[str], folder: Path, progress: Progr
     return objects
 
 
-def sanitizer_environment() -> dict[str, str]:
+def sanitizer_environment(sanitize: str) -> dict[str, str]:
     """Variables for a subprocess that loads a sanitized library: Python itself knows nothing of the sanitizer.
 
     libstdc++ comes along because AddressSanitizer looks for the throwing of exceptions when the process starts.
 
     Raises:
-        BuildError: the compiler has no shared libasan (clang++ names it otherwise; use g++).
+        BuildError: the compiler has no shared libasan or libtsan (clang++ names them otherwise; use g++).
     """
+    sanitizer = SANITIZERS[sanitize]
     compiler = _compiler()
     libraries = []
-    for name in ("libasan.so", "libstdc++.so"):
+    for name in (sanitizer.library, "libstdc++.so"):
         path = Path(_run([*compiler, f"-print-file-name={name}"], f"tell where {name} is").strip())
         if not path.is_absolute() or path.read_bytes()[:4] != b"\x7fELF":
-            raise BuildError(f"{compiler[0]} has no shared library {name}. Install g++ and libasan, and set CXX=g++")
+            raise BuildError(f"{compiler[0]} has no shared library {name}. Install it and g++, and set CXX=g++")
         libraries.append(str(path.resolve()))
-    return {
-        "LD_PRELOAD": " ".join(libraries),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-    }
+    return {"LD_PRELOAD": " ".join(libraries), **sanitizer.variables}
 
 
 def _arguments() -> argparse.ArgumentParser:
@@ -393,7 +413,9 @@ def _arguments() -> argparse.ArgumentParser:
         help="instruction set (default: the best this CPU has); one that it lacks, and all of them, need --output",
     )
     parser.add_argument(
-        "--sanitize", action="store_true", help="with AddressSanitizer and UBSan, for tests; many times slower"
+        "--sanitize",
+        choices=[*SANITIZERS],
+        help="with AddressSanitizer and UBSan, or with ThreadSanitizer, for tests; many times slower",
     )
     parser.add_argument(
         "--output",
@@ -405,7 +427,7 @@ def _arguments() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 with the libraries' paths on stdout, 1 when there is none to be had."""
+    """Exit status: 0 with the libraries' paths on stdout, 1 when there is none to be had, 2 for a bad setting."""
     parser = _arguments()
     options = parser.parse_args(arguments)
     if options.isa == "all" and options.output is None:
@@ -424,7 +446,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{library} ({time.monotonic() - began:.1f} s)", flush=True)
     except BuildError as error:
         say(f"build: {error}")
-        return 1
+        return 2 if isinstance(error, IsaError) else 1
     return 0
 
 

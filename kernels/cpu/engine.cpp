@@ -12,6 +12,7 @@
 #include "abi.h"
 #include "attention.h"
 #include "pool.h"
+#include "sample.h"
 #include "simd.h"
 #include "weight.h"
 
@@ -101,6 +102,8 @@ class Engine {
   public:
     explicit Engine(int threads) : pool_(threads) {}
 
+    bool pin(const int32_t* cpus) { return pool_.pin(cpus); }
+
     void set_attention(const TmAttention& sizes) { attention_ = std::make_unique<Attention>(sizes); }
 
     void set_buffers(const TmBuffer* buffers, int count) {
@@ -143,6 +146,14 @@ class Engine {
         reserve(std::max(step.tokens, step.rows));
         if (attention_) attention_->plan(step, pool_.threads());
         for (int i = 0; i < count; i++) run_one(ops[i], step);
+    }
+
+    void sample(const TmSampling& sampling) {
+        scratch_.resize(static_cast<size_t>(pool_.threads()));
+        for (SampleScratch& scratch : scratch_) scratch.reserve(sampling.vocab_size);
+        pool_.run(sampling.rows, [&](int64_t row, int thread) {
+            sampling.ids[row] = sample_row(sampling, row, scratch_[static_cast<size_t>(thread)]);
+        });
     }
 
   private:
@@ -326,6 +337,7 @@ class Engine {
     std::vector<Buffer> buffers_;
     std::vector<Memory> memory_;
     std::vector<Best> best_;  // [threads, rows]
+    std::vector<SampleScratch> scratch_;  // one a thread
     int64_t capacity_ = 0;
 };
 
@@ -366,6 +378,8 @@ TM_EXPORT void* tm_engine_new(int32_t threads) {
     return made([&] { return new Engine(threads); });
 }
 
+TM_EXPORT int32_t tm_engine_pin(void* engine, const int32_t* cpus) { return engine_of(engine).pin(cpus) ? 0 : -1; }
+
 TM_EXPORT void tm_engine_free(void* engine) { delete static_cast<Engine*>(engine); }
 
 TM_EXPORT int64_t tm_kv_block_bytes(const TmAttention* sizes) { return tokenmill::KvLayout(*sizes).block_bytes; }
@@ -380,6 +394,10 @@ TM_EXPORT int32_t tm_engine_set_buffers(void* engine, const TmBuffer* buffers, i
 
 TM_EXPORT int32_t tm_engine_run(void* engine, const TmOp* ops, int32_t count, const TmStep* step) {
     return guarded([&] { engine_of(engine).run(ops, count, *step); });
+}
+
+TM_EXPORT int32_t tm_engine_sample(void* engine, const TmSampling* sampling) {
+    return guarded([&] { engine_of(engine).sample(*sampling); });
 }
 
 TM_EXPORT void* tm_engine_values(void* engine, int32_t index, int64_t rows) {

@@ -125,6 +125,22 @@ class Step(Structure):
     )
 
 
+class Sampling(Structure):
+    """TmSampling."""
+
+    _fields_ = (
+        ("rows", c_int64),
+        ("vocab_size", c_int64),
+        ("logits", c_void_p),
+        ("temperature", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("uniforms", c_void_p),
+        ("ids", c_void_p),
+    )
+
+
 class KnownRows(Structure):
     """TmRows."""
 
@@ -143,11 +159,13 @@ class KnownRows(Structure):
 
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "tm_engine_new": (c_void_p, [c_int32]),
+    "tm_engine_pin": (c_int32, [c_void_p, POINTER(c_int32)]),
     "tm_engine_free": (None, [c_void_p]),
     "tm_kv_block_bytes": (c_int64, [POINTER(AttentionSizes)]),
     "tm_engine_set_attention": (c_int32, [c_void_p, POINTER(AttentionSizes)]),
     "tm_engine_set_buffers": (c_int32, [c_void_p, POINTER(BufferShape), c_int32]),
     "tm_engine_run": (c_int32, [c_void_p, POINTER(Op), c_int32, POINTER(Step)]),
+    "tm_engine_sample": (c_int32, [c_void_p, POINTER(Sampling)]),
     "tm_flatten": (c_int64, [POINTER(KnownRows), c_char_p, c_int64, c_int64, POINTER(Step)]),
     "tm_engine_values": (c_void_p, [c_void_p, c_int32, c_int64]),
     "tm_weight_new": (c_void_p, [c_int32, c_int64, c_int64]),
@@ -250,11 +268,19 @@ class Engine:
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self._library = library
+        self._threads = threads
         self._pointer = _made(library.tm_engine_new(threads))
 
     def __del__(self) -> None:
         if getattr(self, "_pointer", None):
             self._library.tm_engine_free(self._pointer)
+
+    def pin(self, cpus: Sequence[int]) -> None:
+        """Bind each thread to the CPU at its place; the first, which is the caller's, is left alone. OSError."""
+        if len(cpus) != self._threads:
+            raise ValueError(f"{len(cpus)} CPUs for {self._threads} threads")
+        if self._library.tm_engine_pin(self._pointer, (c_int32 * len(cpus))(*cpus)) < 0:
+            raise OSError(f"the system does not let compute threads be bound to the CPUs {', '.join(map(str, cpus))}")
 
     def set_attention(self, sizes: AttentionSizes) -> None:
         """The pool and tables that ROPE and ATTENTION use; the caller keeps them alive."""
@@ -267,6 +293,10 @@ class Engine:
     def run(self, ops: "ctypes.Array[Op]", step: Step) -> None:
         """Run all operations; other Python threads go on meanwhile."""
         _done(self._library.tm_engine_run(self._pointer, ops, len(ops), step))
+
+    def sample(self, sampling: Sampling) -> None:
+        """Fill in its ids."""
+        _done(self._library.tm_engine_sample(self._pointer, sampling))
 
     def values(self, buffer: int, rows: int, width: int) -> torch.Tensor:
         """The float32 values [rows, width] of a buffer, not copied: good until a run with more rows than before."""

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "simd.h"
+#include "vectors.h"
 #include "weight.h"
 
 namespace tokenmill {
@@ -29,21 +29,23 @@ struct Rows {
 
 struct Float32Panel {
     using Element = float;
-    static void load(const float* p, F8& low, F8& high) {
-        low = load8(p);
-        high = load8(p + 8);
+    static void load(const float* p, Floats& low, Floats& high) {
+        low = load_floats(p);
+        high = load_floats(p + kLanes);
     }
 };
 
+// Widened to float32, not multiplied as pairs by AVX-512's own instruction: that takes bfloat16 activations too, and these
+// are float32, here as on every other instruction set.
 struct Bfloat16Panel {
     using Element = bf16;
-    static void load(const bf16* p, F8& low, F8& high) {
+    static void load(const bf16* p, Floats& low, Floats& high) {
 #if TOKENMILL_X86
-        const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-        low = {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16))};
-        high = {_mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
+        const Integers pairs = load_integers(p);
+        low = lower_bf16(pairs);
+        high = upper_bf16(pairs);
 #else
-        for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < kLanes; i++) {
             low.v[i] = bf16_to_float(p[2 * i]);
             high.v[i] = bf16_to_float(p[2 * i + 1]);
         }
@@ -57,16 +59,16 @@ void multiply_float(const Weight& weight, const Rows& rows, int64_t panel, float
     for (int p = 0; p < P; p++) w[p] = reinterpret_cast<const typename Panel::Element*>(weight.panel(panel + p));
     const float* x[R];
     for (int r = 0; r < R; r++) x[r] = rows.values(r);
-    F8 sums[R][P][2];
+    Floats sums[R][P][2];
     for (auto& row : sums) {
-        for (auto& pair : row) pair[0] = pair[1] = zero8();
+        for (auto& pair : row) pair[0] = pair[1] = zero_floats();
     }
     for (int64_t i = 0; i < weight.k; i++) {
         for (int p = 0; p < P; p++) {
-            F8 low, high;
-            Panel::load(w[p] + i * 16, low, high);
+            Floats low, high;
+            Panel::load(w[p] + i * kFloatColumns, low, high);
             for (int r = 0; r < R; r++) {
-                const F8 value = set8(x[r][i]);
+                const Floats value = set_floats(x[r][i]);
                 sums[r][p][0] = fma(low, value, sums[r][p][0]);
                 sums[r][p][1] = fma(high, value, sums[r][p][1]);
             }
@@ -74,8 +76,8 @@ void multiply_float(const Weight& weight, const Rows& rows, int64_t panel, float
     }
     for (int r = 0; r < R; r++) {
         for (int p = 0; p < P; p++) {
-            store8(out + r * stride + p * 16, sums[r][p][0]);
-            store8(out + r * stride + p * 16 + 8, sums[r][p][1]);
+            store_floats(out + r * stride + p * kFloatColumns, sums[r][p][0]);
+            store_floats(out + r * stride + p * kFloatColumns + kLanes, sums[r][p][1]);
         }
     }
 }
@@ -86,8 +88,6 @@ void multiply_float(const Weight& weight, const Rows& rows, int64_t panel, float
 
 #if TOKENMILL_X86
 
-inline __m256i load_codes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-
 // How many groups ahead memory is asked for: those of the next panels, or further where little is done with each.
 // Measured: the hardware alone reads int4 weights at half the speed that this gets.
 inline int64_t groups_ahead(const Weight& weight, const Rows& rows, int r, int p) {
@@ -96,21 +96,10 @@ inline int64_t groups_ahead(const Weight& weight, const Rows& rows, int r, int p
     return rows.groups * panels;
 }
 
-inline __m256i broadcast4(const void* p) {
+inline Integers broadcast4(const void* p) {
     int32_t bytes;
     std::memcpy(&bytes, p, 4);
-    return _mm256_set1_epi32(bytes);
-}
-
-// sums + a * b of pairs
-inline __m256i add_products(__m256i sums, __m256i a, __m256i b) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-    return _mm256_dpwssd_epi32(sums, a, b);
-#else
-    sums = _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
-    asm("" : "+x"(sums));
-    return sums;
-#endif
+    return set_integers(bytes);
 }
 
 // Sums of a group fit 32 bits: 32 * 128 * 32767 is 1.3e8.
@@ -122,44 +111,44 @@ void multiply_int8(const Weight& weight, const Rows& rows, int64_t panel, float*
     const int64_t ahead = groups_ahead(weight, rows, R, P);
     const float* scales = rows.scales16();
     const int64_t width = rows.groups * kGroup;
-    F8 totals[R][P];
+    Floats totals[R][P];
     for (auto& row : totals) {
-        for (auto& total : row) total = zero8();
+        for (auto& total : row) total = zero_floats();
     }
     for (int64_t g = 0; g < rows.groups; g++) {
-        __m256i sums[R][P];
+        Integers sums[R][P];
         for (auto& row : sums) {
-            for (auto& sum : row) sum = _mm256_setzero_si256();
+            for (auto& sum : row) sum = zero_integers();
         }
         for (int p = 0; p < P; p++) prefetch(&w[p][g] + ahead, sizeof(Int8Group));
 #pragma GCC unroll 8
         for (int j = 0; j < 8; j++) {
             const int16_t* x = codes + g * kGroup + 4 * j;
             // Of each column's four codes: first those of inputs 0 and 2, then those of inputs 1 and 3.
-            __m256i half[P];
-            for (int p = 0; p < P; p++) half[p] = _mm256_srai_epi16(_mm256_slli_epi16(load_codes(w[p][g].codes[j]), 8), 8);
+            Integers half[P];
+            for (int p = 0; p < P; p++) half[p] = first_bytes(load_integers(w[p][g].codes[j]));
             for (int r = 0; r < R; r++) {
-                const __m256i two = broadcast4(x + r * width);
+                const Integers two = broadcast4(x + r * width);
                 for (int p = 0; p < P; p++) sums[r][p] = add_products(sums[r][p], half[p], two);
                 asm volatile("" : : : "memory");
             }
-            for (int p = 0; p < P; p++) half[p] = _mm256_srai_epi16(load_codes(w[p][g].codes[j]), 8);
+            for (int p = 0; p < P; p++) half[p] = second_bytes(load_integers(w[p][g].codes[j]));
             for (int r = 0; r < R; r++) {
-                const __m256i two = broadcast4(x + r * width + 2);
+                const Integers two = broadcast4(x + r * width + 2);
                 for (int p = 0; p < P; p++) sums[r][p] = add_products(sums[r][p], half[p], two);
                 asm volatile("" : : : "memory");
             }
         }
         for (int p = 0; p < P; p++) {
-            const F8 scale = load8(w[p][g].scale);
+            const Floats scale = load_floats(w[p][g].scale);
             for (int r = 0; r < R; r++) {
-                const F8 whole = {_mm256_cvtepi32_ps(sums[r][p])};
-                totals[r][p] = fma(whole, scale * set8(scales[2 * (r * rows.groups + g)]), totals[r][p]);
+                const Floats whole = to_floats(sums[r][p]);
+                totals[r][p] = fma(whole, scale * set_floats(scales[2 * (r * rows.groups + g)]), totals[r][p]);
             }
         }
     }
     for (int r = 0; r < R; r++) {
-        for (int p = 0; p < P; p++) store8(out + r * stride + p * 8, totals[r][p]);
+        for (int p = 0; p < P; p++) store_floats(out + r * stride + p * kLanes, totals[r][p]);
     }
 }
 
@@ -171,7 +160,7 @@ void multiply_int8(const Weight& weight, const Rows& rows, int64_t panel, float*
     for (int p = 0; p < P; p++) {
         const auto* w = reinterpret_cast<const Int8Group*>(weight.panel(panel + p));
         for (int r = 0; r < R; r++) {
-            for (int c = 0; c < 8; c++) {
+            for (int c = 0; c < kLanes; c++) {
                 float total = 0.0f;
                 for (int64_t g = 0; g < rows.groups; g++) {
                     const int16_t* x = rows.codes16() + (r * rows.groups + g) * kGroup;
@@ -180,7 +169,7 @@ void multiply_int8(const Weight& weight, const Rows& rows, int64_t panel, float*
                     const float scale = half_to_float(w[g].scale[c].bits) * rows.scales16()[2 * (r * rows.groups + g)];
                     total = static_cast<float>(sum) * scale + total;
                 }
-                out[r * stride + p * 8 + c] = total;
+                out[r * stride + p * kLanes + c] = total;
             }
         }
     }
@@ -190,50 +179,27 @@ void multiply_int8(const Weight& weight, const Rows& rows, int64_t panel, float*
 
 // --- int4 weights, int8 activations -------------------------------------------------------------------------------
 //
-// Products of pairs are added up in 16 bits, 32 inputs at a time: 8 * 2 * 15 * 127 is 30,480. That halves the work of
-// 16-bit activations. What it would cost in exactness is mostly due to single large values, which stretch the scale of
-// all the others in their group: the largest of a row are therefore multiplied as float32 instead. (Only by code and scale:
-// the minimum of a group meets the sum of all its inputs, these included.)
+// One instruction multiplies twice as many activations of 8 bits as of 16. What that would cost in exactness is mostly due
+// to single large values, which stretch the scale of all the others in their group: the largest of a row are therefore
+// multiplied as float32 instead. (Only by code and scale: the minimum of a group meets the sum of all its inputs, these
+// included.)
 
 #if TOKENMILL_X86
 
-// A group's sums of products: 16 bits, or 32 bits where one instruction adds up four.
-struct Int4Sums {
-    __m256i v = _mm256_setzero_si256();
-
-    void add(__m256i codes, __m256i x) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-        v = _mm256_dpbusd_epi32(v, codes, x);
-#else
-        v = _mm256_add_epi16(v, _mm256_maddubs_epi16(codes, x));
-        // Compilers would add up products first, for which there are no registers left.
-        asm("" : "+x"(v));
-#endif
-    }
-    F8 whole() const {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-        return {_mm256_cvtepi32_ps(v)};
-#else
-        return {_mm256_cvtepi32_ps(_mm256_madd_epi16(v, _mm256_set1_epi16(1)))};
-#endif
-    }
-};
-
 // The products of four inputs of each column.
 template <int R, int P>
-inline void add_four(const __m256i* codes, const int8_t* x, int64_t width, Int4Sums (*sums)[P]) {
+inline void add_four(const Integers* codes, const int8_t* x, int64_t width, Int4Sums (*sums)[P]) {
     for (int r = 0; r < R; r++) {
-        const __m256i inputs = broadcast4(x + r * width);
+        const Integers inputs = broadcast4(x + r * width);
         for (int p = 0; p < P; p++) sums[r][p].add(codes[p], inputs);
         asm volatile("" : : : "memory");
     }
 }
 
 // Column values of one input, without the minimum of their groups.
-inline F8 int4_column(const Int4Group& group, int row, __m128i shift) {
-    const __m256i codes = _mm256_srl_epi32(load_codes(group.codes[row]), shift);
-    const F8 whole = {_mm256_cvtepi32_ps(_mm256_and_si256(codes, _mm256_set1_epi32(15)))};
-    return whole * load8(group.scale);
+inline Floats int4_column(const Int4Group& group, int row, int shift) {
+    const Floats whole = to_floats(codes_at(load_integers(group.codes[row]), shift));
+    return whole * load_floats(group.scale);
 }
 
 template <int R, int P>
@@ -244,10 +210,9 @@ void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float*
     const float* scales = rows.scales8();
     const int64_t ahead = groups_ahead(weight, rows, R, P);
     const int64_t width = rows.groups * kGroup;
-    const __m256i low = _mm256_set1_epi8(15);
-    F8 totals[R][P];
+    Floats totals[R][P];
     for (auto& row : totals) {
-        for (auto& total : row) total = zero8();
+        for (auto& total : row) total = zero_floats();
     }
     for (int64_t g = 0; g < rows.groups; g++) {
         Int4Sums sums[R][P];
@@ -255,37 +220,34 @@ void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float*
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
             const int8_t* x = codes + g * kGroup + 4 * j;
-            __m256i four[P];
-            for (int p = 0; p < P; p++) four[p] = _mm256_and_si256(load_codes(w[p][g].codes[j]), low);
+            Integers four[P];
+            for (int p = 0; p < P; p++) four[p] = lower_codes(load_integers(w[p][g].codes[j]));
             add_four<R, P>(four, x, width, sums);
-            for (int p = 0; p < P; p++) {
-                four[p] = _mm256_and_si256(_mm256_srli_epi16(load_codes(w[p][g].codes[j]), 4), low);
-            }
+            for (int p = 0; p < P; p++) four[p] = upper_codes(load_integers(w[p][g].codes[j]));
             add_four<R, P>(four, x + 16, width, sums);
         }
-        F8 scale[P], minimum[P];
+        Floats scale[P], minimum[P];
         for (int p = 0; p < P; p++) {
-            scale[p] = load8(w[p][g].scale);
-            minimum[p] = load8(w[p][g].minimum);
+            scale[p] = load_floats(w[p][g].scale);
+            minimum[p] = load_floats(w[p][g].minimum);
         }
         for (int r = 0; r < R; r++) {
             const float* x = scales + 2 * (r * rows.groups + g);
             for (int p = 0; p < P; p++) {
-                totals[r][p] = fma(sums[r][p].whole(), scale[p] * set8(x[0]), totals[r][p]);
-                totals[r][p] = fma(minimum[p], set8(x[1]), totals[r][p]);
+                totals[r][p] = fma(sums[r][p].whole(), scale[p] * set_floats(x[0]), totals[r][p]);
+                totals[r][p] = fma(minimum[p], set_floats(x[1]), totals[r][p]);
             }
         }
     }
     for (int r = 0; r < R; r++) {
         for (int o = 0; o < kOutliers; o++) {
             const Outlier& outlier = rows.outliers(r)[o];
-            const __m128i shift = _mm_cvtsi32_si128(outlier.shift);
             for (int p = 0; p < P; p++) {
-                const F8 column = int4_column(w[p][outlier.group], outlier.row, shift);
-                totals[r][p] = fma(column, set8(outlier.value), totals[r][p]);
+                const Floats column = int4_column(w[p][outlier.group], outlier.row, outlier.shift);
+                totals[r][p] = fma(column, set_floats(outlier.value), totals[r][p]);
             }
         }
-        for (int p = 0; p < P; p++) store8(out + r * stride + p * 8, totals[r][p]);
+        for (int p = 0; p < P; p++) store_floats(out + r * stride + p * kLanes, totals[r][p]);
     }
 }
 
@@ -302,7 +264,7 @@ void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float*
     for (int p = 0; p < P; p++) {
         const auto* w = reinterpret_cast<const Int4Group*>(weight.panel(panel + p));
         for (int r = 0; r < R; r++) {
-            for (int c = 0; c < 8; c++) {
+            for (int c = 0; c < kLanes; c++) {
                 float total = 0.0f;
                 for (int64_t g = 0; g < rows.groups; g++) {
                     const int8_t* x = rows.codes8() + (r * rows.groups + g) * kGroup;
@@ -319,7 +281,7 @@ void multiply_int4(const Weight& weight, const Rows& rows, int64_t panel, float*
                     const auto code = static_cast<float>(both >> outlier.shift % 8 & 15);
                     total = code * half_to_float(group.scale[c].bits) * outlier.value + total;
                 }
-                out[r * stride + p * 8 + c] = total;
+                out[r * stride + p * kLanes + c] = total;
             }
         }
     }
@@ -339,25 +301,36 @@ struct Kernels {
     Kernel narrow;
 };
 
-// By the number of rows, from most to fewest; a tile takes the first that fits.
+// Panels of a product task, which has 32 columns.
+constexpr int kCodePanels = 32 / kLanes;
+constexpr int kFloatPanels = 32 / kFloatColumns;
+
+// By the number of rows, from most to fewest; a tile takes the first that fits. AVX-512 has registers for the sums of eight
+// rows. (By llvm-mca's model of Ice Lake twelve gain nothing, and four cost int8 a tenth; no such CPU was at hand.)
 template <class Panel>
 const Kernels* float_kernels() {
     static constexpr Kernels table[] = {
+#if defined(TOKENMILL_ISA_AVX512)
+        {8, 1, multiply_float<Panel, 8, 1>, multiply_float<Panel, 8, 1>},
+#endif
         {6, 1, multiply_float<Panel, 6, 1>, multiply_float<Panel, 6, 1>},
         {4, 1, multiply_float<Panel, 4, 1>, multiply_float<Panel, 4, 1>},
-        {3, 2, multiply_float<Panel, 3, 2>, multiply_float<Panel, 3, 1>},
-        {2, 2, multiply_float<Panel, 2, 2>, multiply_float<Panel, 2, 1>},
-        {1, 2, multiply_float<Panel, 1, 2>, multiply_float<Panel, 1, 1>},
+        {3, kFloatPanels, multiply_float<Panel, 3, kFloatPanels>, multiply_float<Panel, 3, 1>},
+        {2, kFloatPanels, multiply_float<Panel, 2, kFloatPanels>, multiply_float<Panel, 2, 1>},
+        {1, kFloatPanels, multiply_float<Panel, 1, kFloatPanels>, multiply_float<Panel, 1, 1>},
     };
     return table;
 }
 
 const Kernels* int8_kernels() {
     static constexpr Kernels table[] = {
+#if defined(TOKENMILL_ISA_AVX512)
+        {8, 2, multiply_int8<8, 2>, multiply_int8<8, 1>},
+#endif
         {4, 2, multiply_int8<4, 2>, multiply_int8<4, 1>},
         {3, 2, multiply_int8<3, 2>, multiply_int8<3, 1>},
         {2, 2, multiply_int8<2, 2>, multiply_int8<2, 1>},
-        {1, 4, multiply_int8<1, 4>, multiply_int8<1, 1>},
+        {1, kCodePanels, multiply_int8<1, kCodePanels>, multiply_int8<1, 1>},
         {1, 2, multiply_int8<1, 2>, multiply_int8<1, 1>},
     };
     return table;
@@ -365,10 +338,13 @@ const Kernels* int8_kernels() {
 
 const Kernels* int4_kernels() {
     static constexpr Kernels table[] = {
+#if defined(TOKENMILL_ISA_AVX512)
+        {8, 2, multiply_int4<8, 2>, multiply_int4<8, 1>},
+#endif
         {4, 2, multiply_int4<4, 2>, multiply_int4<4, 1>},
         {3, 2, multiply_int4<3, 2>, multiply_int4<3, 1>},
         {2, 2, multiply_int4<2, 2>, multiply_int4<2, 1>},
-        {1, 4, multiply_int4<1, 4>, multiply_int4<1, 1>},
+        {1, kCodePanels, multiply_int4<1, kCodePanels>, multiply_int4<1, 1>},
         {1, 2, multiply_int4<1, 2>, multiply_int4<1, 1>},
     };
     return table;

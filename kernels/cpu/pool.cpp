@@ -2,6 +2,10 @@
 
 #include <chrono>
 
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -41,6 +45,22 @@ void Pool::end() {
     }
     wake_.notify_all();
     for (auto& worker : workers_) worker.join();
+}
+
+bool Pool::pin([[maybe_unused]] const int32_t* cpus) {
+#if defined(__linux__)
+    for (size_t i = 0; i < workers_.size(); i++) {
+        const int32_t cpu = cpus[i + 1];
+        if (cpu < 0 || cpu >= CPU_SETSIZE) return false;
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        CPU_SET(static_cast<size_t>(cpu), &set);
+        if (pthread_setaffinity_np(workers_[i].native_handle(), sizeof set, &set) != 0) return false;
+    }
+    return true;
+#else
+    return false;
+#endif
 }
 
 void Pool::start(int64_t tasks, Function function, const void* context) {

@@ -21,6 +21,9 @@ class Pool {
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
 
+    // Binds each thread but the caller's, which is the first, to the CPU at its place; false: the system refuses.
+    bool pin(const int32_t* cpus);
+
     int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
     // Calls body(task, thread) for every task in 0..tasks-1, thread in 0..threads()-1, and returns when all are done.

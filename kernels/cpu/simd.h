@@ -10,7 +10,11 @@
 
 #if defined(TOKENMILL_ISA_AVX2) || defined(TOKENMILL_ISA_AVX512)
 #define TOKENMILL_X86 1
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 sees them in its own header of AVX-512 (its bug 105593)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #else
 #define TOKENMILL_X86 0
 #endif

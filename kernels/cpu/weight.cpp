@@ -8,7 +8,7 @@
 #include <mutex>
 #include <new>
 
-#include "simd.h"
+#include "vectors.h"
 
 namespace tokenmill {
 
@@ -66,6 +66,9 @@ Group* groups_of(const Weight& weight, int64_t panel) {
     return reinterpret_cast<Group*>(weight.data + panel * weight.panel_bytes());
 }
 
+// Where a bfloat16 panel has column c of an input.
+int64_t pair_place(int64_t c) { return c % kLanes * 2 + c / kLanes; }
+
 }  // namespace
 
 float half_to_float(uint16_t x) {
@@ -106,8 +109,8 @@ Weight::Weight(Kind kind, int64_t n, int64_t k) : kind(kind), n(n), k(k) {
 
 int64_t Weight::panel_bytes() const {
     switch (kind) {
-        case Kind::kFloat32: return k * 16 * 4;
-        case Kind::kBfloat16: return k * 16 * 2;
+        case Kind::kFloat32: return k * kFloatColumns * 4;
+        case Kind::kBfloat16: return k * kFloatColumns * 2;
         case Kind::kInt4: return k / kGroup * static_cast<int64_t>(sizeof(Int4Group));
         case Kind::kInt8: return k / kGroup * static_cast<int64_t>(sizeof(Int8Group));
     }
@@ -116,15 +119,15 @@ int64_t Weight::panel_bytes() const {
 
 void Weight::pack_float(const float* source) {
     for (int64_t row = 0; row < n; row++) {
-        const int64_t c = row % 16;
-        unsigned char* panel = data + row / 16 * panel_bytes();
+        const int64_t c = row % kFloatColumns;
+        unsigned char* panel = data + row / kFloatColumns * panel_bytes();
         const float* from = source + row * k;
         if (kind == Kind::kFloat32) {
             float* to = reinterpret_cast<float*>(panel) + c;
-            for (int64_t i = 0; i < k; i++) to[i * 16] = from[i];
+            for (int64_t i = 0; i < k; i++) to[i * kFloatColumns] = from[i];
         } else {
-            bf16* to = reinterpret_cast<bf16*>(panel) + (c % 8) * 2 + c / 8;
-            for (int64_t i = 0; i < k; i++) to[i * 16] = float_to_bf16(from[i]);
+            bf16* to = reinterpret_cast<bf16*>(panel) + pair_place(c);
+            for (int64_t i = 0; i < k; i++) to[i * kFloatColumns] = float_to_bf16(from[i]);
         }
     }
 }
@@ -132,8 +135,8 @@ void Weight::pack_float(const float* source) {
 void Weight::pack_int4(const uint8_t* codes, const float* scales, const float* minimums) {
     const int64_t groups = k / kGroup;
     for (int64_t row = 0; row < n; row++) {
-        const int64_t c = row % 8;
-        Int4Group* to = groups_of<Int4Group>(*this, row / 8);
+        const int64_t c = row % kLanes;
+        Int4Group* to = groups_of<Int4Group>(*this, row / kLanes);
         for (int64_t g = 0; g < groups; g++) {
             const uint8_t* from = codes + row * k + g * kGroup;
             to[g].scale[c] = {float_to_half(scales[row * groups + g])};
@@ -150,8 +153,8 @@ void Weight::pack_int4(const uint8_t* codes, const float* scales, const float* m
 void Weight::pack_int8(const int8_t* codes, const float* scales) {
     const int64_t groups = k / kGroup;
     for (int64_t row = 0; row < n; row++) {
-        const int64_t c = row % 8;
-        Int8Group* to = groups_of<Int8Group>(*this, row / 8);
+        const int64_t c = row % kLanes;
+        Int8Group* to = groups_of<Int8Group>(*this, row / kLanes);
         for (int64_t g = 0; g < groups; g++) {
             const int8_t* from = codes + row * k + g * kGroup;
             to[g].scale[c] = {float_to_half(scales[row * groups + g])};
@@ -165,11 +168,11 @@ void Weight::read_row(int64_t index, float* out) const {
     const int64_t c = index % panel_width(kind);
     switch (kind) {
         case Kind::kFloat32:
-            for (int64_t i = 0; i < k; i++) out[i] = reinterpret_cast<const float*>(start)[i * 16 + c];
+            for (int64_t i = 0; i < k; i++) out[i] = reinterpret_cast<const float*>(start)[i * kFloatColumns + c];
             return;
         case Kind::kBfloat16:
             for (int64_t i = 0; i < k; i++) {
-                out[i] = bf16_to_float(reinterpret_cast<const bf16*>(start)[i * 16 + (c % 8) * 2 + c / 8]);
+                out[i] = bf16_to_float(reinterpret_cast<const bf16*>(start)[i * kFloatColumns + pair_place(c)]);
             }
             return;
         case Kind::kInt4: {

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "simd.h"
+#include "vectors.h"
 
 namespace tokenmill {
 
@@ -13,27 +13,31 @@ enum class Kind : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt4 = 2, kInt8 = 3 };
 
 constexpr int kGroup = 32;  // consecutive inputs that share a scale, of quantized weights and activations
 
-// Columns (output features) of a panel: those that one vector of accumulators holds.
-inline int panel_width(Kind kind) { return kind == Kind::kFloat32 || kind == Kind::kBfloat16 ? 16 : 8; }
+// Columns (output features) of a panel: those of two vectors of float sums, or of one of integer sums. One load has what
+// one instruction wants, so the layout differs between instruction sets; it is never stored.
+constexpr int kFloatColumns = 2 * kLanes;
+inline int panel_width(Kind kind) {
+    return kind == Kind::kFloat32 || kind == Kind::kBfloat16 ? kFloatColumns : kLanes;
+}
 
 // One panel of one group of an int4 weight: value = code * scale + minimum, scales as IEEE half floats.
 // codes[j][4 c + i], low four bits: column c, input 4 j + i; high four bits: input 4 (j + 4) + i.
 struct Int4Group {
-    Half scale[8];
-    Half minimum[8];
-    uint8_t codes[4][32];
+    Half scale[kLanes];
+    Half minimum[kLanes];
+    uint8_t codes[4][4 * kLanes];
 };
-static_assert(sizeof(Int4Group) == 160);
+static_assert(sizeof(Int4Group) == 20 * kLanes);
 
 // Likewise of an int8 weight, codes -128..127: value = code * scale; codes[j][4 c + i]: column c, input 4 j + i.
 struct Int8Group {
-    Half scale[8];
-    int8_t codes[8][32];
+    Half scale[kLanes];
+    int8_t codes[8][4 * kLanes];
 };
-static_assert(sizeof(Int8Group) == 272);
+static_assert(sizeof(Int8Group) == 34 * kLanes);
 
-// An [N, K] weight, panel after panel, each panel input after input. Float panels have 16 columns: of float32 two
-// vectors an input, of bfloat16 one vector of pairs (column i in the lower half, column 8 + i in the upper).
+// An [N, K] weight, panel after panel, each panel input after input. Of an input, a float32 panel has two vectors, a
+// bfloat16 panel one vector of pairs (column i in the lower half, column kLanes + i in the upper).
 struct Weight {
     Kind kind;
     int64_t n;

@@ -1,5 +1,7 @@
 """One real server for all tests that only read from it; tests that kill things start their own."""
 
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,3 +15,13 @@ def server(model_path: Path) -> Iterator[Server]:
     """The default model in float32, whose rounding is small enough to ask for exact tokens."""
     with Server(model_path, "--dtype", "float32", "--served-model-name", "smol") as running:
         yield running
+
+
+@pytest.fixture
+def endpoint(server: Server) -> str:
+    """Where the server's own stderr says that ZeroMQ clients connect."""
+    deadline = time.monotonic() + 10
+    while not (found := re.search(r"ZeroMQ clients: (\S+?)\)?$", server.stderr, re.MULTILINE)):
+        assert time.monotonic() < deadline, server.stderr
+        time.sleep(0.01)
+    return found[1]

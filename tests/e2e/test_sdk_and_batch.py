@@ -1,7 +1,6 @@
 """The engine without HTTP: the ZeroMQ client SDK beside HTTP on one server, and `python -m tools.batch`."""
 
 import json
-import re
 import resource
 import signal
 import subprocess
@@ -19,16 +18,6 @@ from ipc.codec import pack_ints
 from ipc.messages import ChatMessage, ChatPrompt, SamplingParams, TextPrompt, TokenPrompt
 from tests.e2e.server import REPOSITORY, START_SECONDS, Server, is_alive, process_role
 from tests.e2e.sse import post_all
-
-
-@pytest.fixture
-def endpoint(server: Server) -> str:
-    """Where the server's own stderr says that ZeroMQ clients connect."""
-    deadline = time.monotonic() + 10
-    while not (found := re.search(r"ZeroMQ clients: (\S+?)\)?$", server.stderr, re.MULTILINE)):
-        assert time.monotonic() < deadline, server.stderr
-        time.sleep(0.01)
-    return found[1]
 
 
 def test_the_sdk_gets_what_http_gets(server: Server, endpoint: str) -> None:

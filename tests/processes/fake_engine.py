@@ -8,6 +8,8 @@ What it answers depends on the last line of the prompt:
 - `late`: likewise, because the first token would come too late
 - `fail`: one token, then a 503
 - `flood`: text as fast as it can, until the client aborts
+- `gush`: half a megabyte of text at once, then like any other
+- `clog`: half a megabyte of text at once, then nothing until the client aborts
 - `slow`: one token every 50 ms
 - `loop`: two tokens, and an end because the output repeats itself
 - `say "..."`: the text of this JSON string, three characters a token, and an end
@@ -22,11 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from ipc.channels import AsyncRouter, StatsPublisher
-from ipc.codec import Decoder, pack_ints, unpack_ints
+from ipc.codec import Decoder, pack_floats, pack_ints, unpack_ints
 from ipc.messages import (
     Abort,
     ChatPrompt,
     Delta,
+    Detokenize,
+    Detokenized,
+    EngineDetails,
     Failed,
     Finished,
     FinishReason,
@@ -36,8 +41,12 @@ from ipc.messages import (
     ModelInfo,
     Outputs,
     PositionLogprobs,
+    PromptInfo,
+    PromptPosition,
     Stats,
     TextPrompt,
+    Tokenize,
+    Tokenized,
     TokenLogprob,
     ToTokenizer,
     Welcome,
@@ -48,6 +57,7 @@ MODEL = ModelInfo(
 )
 MOST_TOKENS = 8
 CACHED = 3
+GUSH = 1 << 19  # characters
 REFUSALS = {"refuse": ("queue_full", 2.5), "late": ("ttft_target", 0.25)}  # code and seconds
 
 
@@ -57,6 +67,37 @@ def prompt_length(request: Generate) -> int:
     if isinstance(prompt, ChatPrompt):
         return sum(len(message.content) for message in prompt.messages)
     return len(prompt.text) if isinstance(prompt, TextPrompt) else len(unpack_ints(prompt.token_ids))
+
+
+def tokenized(request: Tokenize) -> Tokenized:
+    """A token for each character, its code; a chat's messages are written one a line, each behind its role."""
+    prompt = request.prompt
+    if isinstance(prompt, ChatPrompt):
+        text = "".join(f"{message.role}: {message.content}\n" for message in prompt.messages)
+        text += "assistant:" if prompt.add_generation_prompt else ""
+    else:
+        text = prompt.text
+    text = ("^" if request.add_special_tokens else "") + text
+    spelled = tuple(text) if request.return_token_strs else ()
+    return Tokenized(request.request_id, pack_ints(map(ord, text)), spelled)
+
+
+def prompt_info(request: Generate) -> PromptInfo:
+    """Every token of a prompt is "p" and its number; it has a log-probability of minus that, and that as its rank."""
+    count = prompt_length(request)
+    prompt = request.prompt
+    text = prompt.text if isinstance(prompt, TextPrompt) else "".join(f"p{at}" for at in range(count))
+    asked = request.params.prompt_logprobs
+    positions = [
+        PromptPosition(
+            TokenLogprob(500 + at, f"p{at}", f"p{at}".encode(), -float(at)),
+            at,
+            tuple(TokenLogprob(600 + rank, f"t{rank}", b"t", -rank / 8) for rank in range(asked or 0)),
+        )
+        for at in range(1, count if asked is not None else 0)
+    ]
+    ids = pack_ints(500 + at for at in range(count))
+    return PromptInfo(request.request_id, ids, text, pack_ints(range(count)), "p0", tuple(positions))
 
 
 def last_line(request: Generate) -> str:
@@ -73,6 +114,9 @@ def word(choice: int, position: int) -> str:
 
 def expected_text(choice: int, tokens: int) -> str:
     return "".join(word(choice, position) for position in range(tokens))
+
+
+EMBEDDING = (0.6, -0.8)  # of every prompt
 
 
 class FakeEngine:
@@ -119,6 +163,11 @@ class FakeEngine:
             with self._changed:
                 self.aborted.add(message.request_id)
                 self._changed.notify_all()
+        elif isinstance(message, Tokenize):
+            self._router.send(peer, tokenized(message))
+        elif isinstance(message, Detokenize):
+            text = "".join(map(chr, unpack_ints(message.token_ids)))
+            self._router.send(peer, Detokenized(message.request_id, text))
         elif isinstance(message, Generate):
             with self._changed:
                 self.requests.append(message)
@@ -138,6 +187,10 @@ class FakeEngine:
         name = request.request_id
         if kind == "mute":
             return
+        if request.pooling:
+            ended = Finished(name, 0, "length", None, prompt_length(request), 0, CACHED, pack_floats(EMBEDDING))
+            self._send(peer, ended)
+            return
         if kind in REFUSALS:
             code, retry_after = REFUSALS[kind]
             self._send(peer, Failed(name, 429, "refused", "rate_limit_error", code=code, retry_after=retry_after))
@@ -151,10 +204,16 @@ class FakeEngine:
         while kind == "flood":
             self._send(peer, Delta(name, 0, "x" * 65536, pack_ints([1])))
             await asyncio.sleep(0.001)
+        if request.return_prompt or request.params.prompt_logprobs is not None:
+            self._send(peer, prompt_info(request))
+        if kind in ("gush", "clog"):
+            self._send(peer, Delta(name, 0, "x" * GUSH, pack_ints([1])))
+            if kind == "clog":
+                return
         if kind.startswith("say "):
             await self._say(peer, request, json.loads(kind.removeprefix("say ")))
             return
-        asked = request.params.max_tokens or MOST_TOKENS
+        asked = MOST_TOKENS if request.params.max_tokens is None else request.params.max_tokens
         reason: FinishReason = "length" if asked <= MOST_TOKENS else "stop"
         count = min(asked, MOST_TOKENS)
         stop_reason = None
@@ -195,10 +254,10 @@ class FakeEngine:
                 TokenLogprob(100 + rank, f"other{rank}", f"other{rank}".encode(), float("-inf"))
                 for rank in range(request.params.logprobs)
             ]
-            logprobs = (PositionLogprobs(chosen, tuple(others)),)
-        return Delta(request.request_id, choice, text, pack_ints([position]), logprobs)
+            logprobs = (PositionLogprobs(chosen, tuple(others), position * len(text)),)
+        return Delta(request.request_id, choice, text, pack_ints([position]), logprobs, False, prompt_length(request))
 
-    def _send(self, peer: bytes, *items: Delta | Finished | Failed) -> None:
+    def _send(self, peer: bytes, *items: Delta | Finished | Failed | PromptInfo) -> None:
         self._router.send(peer, Outputs(items))
 
     def wait_for_request(self, external_id: str, timeout: float = 10) -> Generate:
@@ -231,6 +290,22 @@ class FakeEngine:
             self._publisher.send(stats)
 
         self._call(send())
+
+    def publish_details(self, details: EngineDetails) -> None:
+        async def send() -> None:
+            self._publisher.send_details(details)
+
+        self._call(send())
+
+    def is_watched(self) -> bool:
+        """Whether a console has asked for details."""
+        answer: list[bool] = []
+
+        async def ask() -> None:
+            answer.append(self._publisher.watched)
+
+        self._call(ask())
+        return answer[0]
 
     def close(self) -> None:
         async def stop() -> None:

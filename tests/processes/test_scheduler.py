@@ -22,6 +22,7 @@ from ipc.channels import AsyncDealer, LinkError, StatsSubscriber, new_incarnatio
 from ipc.codec import Decoder, pack_ints, unpack_int64s, unpack_ints
 from ipc.control import Drain, Fail, Order, Status, Unresponsive
 from ipc.messages import (
+    EngineDetails,
     Failed,
     FromScheduler,
     SamplingSpec,
@@ -386,5 +387,26 @@ def test_a_rank_that_cannot_be_trusted_is_an_error_of_the_process(tmp_path: Path
             await until(lambda: bool(setting.errors))
             assert isinstance(setting.errors[0], LinkError)
             socket.close(0)
+
+    run(body)
+
+
+def test_details_are_sent_while_somebody_asks_for_them(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with running(tmp_path) as (setting, tokenizer):
+            setting.start_ranks(quick=False)
+            await until(lambda: setting.launcher.is_ready and tokenizer.welcomes == 1)
+            details: list[EngineDetails] = []
+            tokenizer.submit(1, [1, 2, 3, 4, 5], 20)
+            subscriber = StatsSubscriber(setting.spec.endpoints.stats, lambda stats: None, lambda: None, details.append)
+            subscriber.start()
+            seen = len(setting.stats)
+            await until(lambda: len(setting.stats) > seen + 2)
+            assert not details, "nobody has asked"
+            subscriber.ask_for_details(True)
+            await until(lambda: bool(details) and bool(details[-1].requests))
+            [request] = details[-1].requests
+            assert (request.id, request.prompt_tokens) == ("1", 5)
+            subscriber.close()
 
     run(body)

@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,6 +39,7 @@ def test_one_ready_line_then_a_signal_drains_in_order_and_exits_zero(launch: Cal
 def test_a_death_without_restarts_is_told_to_all_others_and_ends_everything(
     launch: Callable[..., Launcher], victim: str
 ) -> None:
+    """B090."""
     launcher = launch("--max-restarts", "0")
     launcher.wait_ready()
     os.kill(launcher.pids(victim)[0], signal.SIGKILL)
@@ -212,3 +214,35 @@ def test_a_disk_that_is_full_when_somebody_has_to_be_replaced_ends_everything_an
     assert "frontend 0 cannot be started: File too large" in launcher.errors
     assert "Traceback" not in launcher.errors
     assert any(event.startswith("scheduler-0 fail frontend 0 was killed") for event in launcher.events)
+
+
+@pytest.mark.parametrize("restarts", ["0", "3"])
+def test_b090_a_death_just_before_a_signal_still_makes_the_exit_status(
+    launch: Callable[..., Launcher], restarts: str
+) -> None:
+    launcher = launch("--max-restarts", restarts)
+    launcher.wait_ready()
+    port = int(launcher.output.rpartition(":")[2])
+    os.kill(launcher.pids("worker-0")[0], signal.SIGKILL)
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.wait_end() == 1  # with no child left
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # the port is free again
+
+
+def test_api_keys_reach_only_frontends(launch: Callable[..., Launcher], monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "a-key-that-nobody-guesses"
+    monkeypatch.setenv("TOKENMILL_API_KEYS", key)
+    launcher = launch("--frontends", "2")
+    launcher.wait_ready()
+    for name in (*NAMES, "frontend-1"):
+        [pid] = launcher.pids(name)
+        process = Path(f"/proc/{pid}")
+        assert (key.encode() in (process / "environ").read_bytes()) == name.startswith("frontend")
+        assert key.encode() not in (process / "cmdline").read_bytes()
+    [directory] = launcher.run_parent.iterdir()
+    for file in directory.glob("*.json"):
+        assert key not in file.read_text()
+    launcher.process.send_signal(signal.SIGTERM)
+    launcher.wait_end()
+    assert key not in launcher.errors + launcher.output

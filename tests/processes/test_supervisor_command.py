@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.kernels.cpu.conftest import FakeCompiler
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -13,7 +15,7 @@ def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENMILL_")} | environ
     command = [sys.executable, "-m", "launch", *arguments]
     return subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=60
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=180
     )
 
 
@@ -22,6 +24,10 @@ def test_a_setting_that_cannot_be_used_is_one_line_and_status_two() -> None:
         ((), {}, "--model is missing"),
         (("--model", "m", "--port", "x"), {}, "--port: must be a whole number from 0 to 65535, not 'x'"),
         (("--model", "m"), {"TOKENMILL_TP": "0"}, "TOKENMILL_TP: must be a whole number from 1 to 64, not '0'"),
+        (("--model", "m", "--api-key-file", "nowhere"), {}, "--api-key-file nowhere: No such file or directory"),
+        (("--model", "m"), {"TOKENMILL_API_KEYS": ""}, "TOKENMILL_API_KEYS: expected keys of 1 to 512 printable"),
+        (("--model", "m", "--tls-key", "key.pem"), {}, "--tls-key needs --tls-cert as well"),
+        (("--model", "m", "--cors-origin", "a.example"), {}, "--cors-origin a.example: must be * or scheme, host"),
     ):
         done = run(*arguments, **environ)
         assert done.returncode == 2
@@ -60,6 +66,31 @@ def test_the_plan_is_printed_and_nothing_is_started(model_path: Path) -> None:
     # 64 MiB / (2 x 30 layers x 3 KV heads x 64 x 4 bytes x 16 tokens) = 91 blocks: 1,456 tokens, one sequence of 1,024.
     assert "max concurrent tokens 1,456" in done.stdout
     assert "91 blocks of 16 tokens" in done.stdout
+
+
+def test_without_compiled_kernels_plain_torch_is_planned(model_path: Path, tmp_path: Path) -> None:
+    """Where there is no compiler, one that fails, and one whose library is none."""
+    failing = tmp_path / "failing"
+    failing.write_text("#!/bin/sh\n[ $1 = --version ] || { echo 'no space left' >&2; exit 1; }\n")
+    failing.chmod(0o755)
+    useless = FakeCompiler(tmp_path / "useless").path
+    for number, (compiler, said) in enumerate(
+        [("/nowhere/c++", "CXX names /nowhere/c++"), (failing, "no space left"), (useless, "they can't be loaded")]
+    ):
+        variables = {"CXX": str(compiler), "TOKENMILL_KERNEL_CACHE": str(tmp_path / str(number))}
+        done = run("--model", str(model_path), "--plan", "--dtype", "float32", "--kv-memory", "64MiB", **variables)
+        assert done.returncode == 0, done.stderr
+        # 2 x 30 layers x 3 KV heads x 64 x 4 bytes
+        assert "45.0 KiB a token in float32" in done.stdout
+        chosen = done.stdout.partition("  kernels torch, many times slower")[2]
+        assert said in chosen
+        assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_an_instruction_set_that_there_is_not_ends_the_start(model_path: Path) -> None:
+    done = run("--model", str(model_path), "--plan", TOKENMILL_CPU_ISA="sse9")
+    assert done.returncode == 1
+    assert done.stderr == "error: TOKENMILL_CPU_ISA: 'sse9' is not one of avx512, avx2, portable\n"
 
 
 def test_a_plan_that_does_not_fit_says_what_to_do(model_path: Path) -> None:

@@ -18,6 +18,7 @@ from ipc.channels import AsyncRouter, new_incarnation
 from ipc.codec import Decoder, unpack_ints
 from ipc.control import Drain, Fail, Order, Progress, Ready, StartFailed, Status
 from ipc.messages import FromWorker, StepPlan, StepResult, WorkerReady
+from kernels.cpu.build import find_compiler
 from launch.listen import free_loopback_port
 from tests.unit.gpu_workers.plans import new_row, plan
 
@@ -73,8 +74,13 @@ class Rank:
 Talk = Callable[[Callable[[StepPlan], None], Callable[[int], Awaitable[list[StepResult]]], list[Rank]], Awaitable[None]]
 
 
-def run_ranks(model_path: Path, directory: Path, talk: Talk, *, tp: int = 1) -> list[tuple[int, list[Status], str]]:
-    """Start `tp` ranks and let `talk(send, results, ranks)` drive them to their end: status, reports, log of each."""
+def run_ranks(
+    model_path: Path, directory: Path, talk: Talk, *, tp: int = 1, cpus: tuple[int, ...] = ()
+) -> list[tuple[int, list[Status], str]]:
+    """Start `tp` ranks and let `talk(send, results, ranks)` drive them to their end: status, reports, log of each.
+
+    `cpus`: as many threads, bound to them.
+    """
     endpoint = f"ipc://{directory}/workers"
     spec = ChildSpec(
         role="worker",
@@ -82,7 +88,7 @@ def run_ranks(model_path: Path, directory: Path, talk: Talk, *, tp: int = 1) -> 
         config=Config(
             model=ModelConfig(dtype="float32", kv_dtype="float32", quantization="none", max_model_len=256),
             scheduler=SchedulerConfig(max_seqs=4),
-            worker=WorkerConfig(device="cpu", tp=tp, threads=1, deterministic=True),
+            worker=WorkerConfig(device="cpu", tp=tp, threads=len(cpus) or 1, deterministic=True),
         ),
         arch=read_arch(model_path),
         model_path=str(model_path),
@@ -93,6 +99,7 @@ def run_ranks(model_path: Path, directory: Path, talk: Talk, *, tp: int = 1) -> 
         kv_memory_bytes=0,
         num_blocks=NUM_BLOCKS,
         num_host_blocks=NUM_HOST_BLOCKS,
+        cpus=cpus,
         rendezvous_port=free_loopback_port() if tp > 1 else 0,
     )
     ranks = [Rank(msgspec.structs.replace(spec, index=index), directory) for index in range(tp)]
@@ -170,6 +177,7 @@ def test_a_reference_row_and_drain(model_path: Path, shared_dir: Path, tmp_path:
         assert status == 0
         assert isinstance(reports[-1], Ready)
         stages = list(dict.fromkeys(report.stage for report in reports[:-1] if isinstance(report, Progress)))
+        stages = [stage for stage in stages if not stage.startswith("compiling")]
         assert stages[-4:] == ["importing torch", "loading weights", "allocating KV", "warming up"]
 
 
@@ -221,3 +229,34 @@ def test_an_invalid_plan_and_a_fail_order_end_it(model_path: Path, tmp_path: Pat
 
     ((status, _, _),) = run_ranks(model_path, tmp_path, fail)
     assert status == 0
+
+
+def cpus_by_thread(pid: int) -> dict[int, set[int]]:
+    return {int(task.name): os.sched_getaffinity(int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir()}
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU only")
+def test_compute_threads_are_bound_to_cpus_of_their_own(model_path: Path, tmp_path: Path) -> None:
+    first, second = sorted(os.sched_getaffinity(0), reverse=True)[:2]
+
+    async def talk(send, results, ranks) -> None:
+        send(plan(0, [(1, 0, 9, 1)], new=[new_row(1, range(9), range(5, 10))]))
+        await results(1)
+        pid = ranks[0].process.pid
+        bound = cpus_by_thread(pid)
+        assert bound.pop(pid) == {first}
+        # Threads of libraries keep what is the rank's.
+        assert [cpus for cpus in bound.values() if len(cpus) == 1] == [{second}]
+        ranks[0].order(Drain())
+
+    ((status, _, log),) = run_ranks(model_path, tmp_path, talk, cpus=(first, second))
+    assert status == 0, log
+
+
+def test_threads_that_the_system_does_not_bind_are_told(model_path: Path, tmp_path: Path) -> None:
+    async def talk(send, results, ranks) -> None:
+        raise AssertionError("it has started")
+
+    with pytest.raises(AssertionError, match=r"--pin-threads: no thread can be bound to CPU 100000: Invalid argument"):
+        run_ranks(model_path, tmp_path, talk, cpus=(100_000,))

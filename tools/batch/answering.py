@@ -68,6 +68,7 @@ class Answerer:
                 job = completion_job(decode_body(bytes(line.body), completion_decoder)[0], self._model)
                 responder = CompletionResponder(job, "")
             generation = Generation(self._client, job, line.custom_id[:128], self._metrics)
+            responder.prompt_of = generation.prompt_of
             batches = [batch async for batch in generation.batches()]
             usage = generation.usage()
             return Answer(200, responder.whole(batches, usage), usage.completion_tokens)

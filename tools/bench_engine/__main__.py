@@ -1,19 +1,23 @@
 """How fast the engine is in this process, without sockets: prefill, decode, and where the time of a step goes."""
 
 import argparse
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from msgspec import structs
+
 from config.arch import read_arch
 from config.memory_plan import kv_bytes_per_token
 from gpu_workers.models.llama import LlamaModel
+from gpu_workers.sampler_state import GREEDY
 from ipc.control import StartError
 from kernels.cpu.build import BuildError
 from tools.arguments import add_numbers
 from tools.bench_engine.measured import MeasuredBackend, make_measured_backend
-from tools.bench_engine.steps import BLOCK_SIZE, MOST_STEPS, Steps, StepTimes, attention_operations
+from tools.bench_engine.steps import BLOCK_SIZE, MOST_STEPS, Steps, StepTimes, attention_operations, positions_seen
 from tools.bench_kernels.command import check_common, machine_line, say, write_json
 from tools.bench_kernels.limits import Limits, Work, measure_limits, usable_cores
 from tools.score.model import assemble
@@ -26,15 +30,19 @@ tokenizer and HTTP add is not in these numbers. All values are medians of single
 
 outside   1 - time in the native kernels / time between the starts of two steps (of a prefill: the step's duration)
 prepare, forward, sample, rest   the step's parts in us: index arithmetic; the model, native kernels included; the next
-          tokens; and what the runner does besides
+          tokens, with --sampling drawn those of temperature 1, top_k 50 and top_p 0.95; what the runner does besides
 limit     the time that the work takes at the limits of the machine, measured by the probes of tools.bench_kernels in
           the same run, over the time measured: that of the bytes of weights and KV, or that of the operations (two for
-          a multiply-add, at the rates of float32, int16 and int8), whichever is longer; by says which. Contexts
-          count whole, also where the model's layers have sliding windows
+          a multiply-add, at the rates of float32, int16 and int8), whichever is longer; by says which
 
   python -m tools.bench_engine --model models/SmolLM2-135M-Instruct.Q4_1.gguf
   python -m tools.bench_engine --model DIR --quantization none --dtype bfloat16 --decode 1,64 --prefill 512
 """
+# Drawn: temperature 1 and the filters that many clients send.
+SAMPLING = {
+    "greedy": GREEDY,
+    "drawn": structs.replace(GREEDY, temperature=1.0, top_k=50, top_p=0.95, seed=1),
+}
 _HEADER = ["ms", "tok/s", "outside", "prepare", "forward", "sample", "rest", "limit", "by"]
 
 
@@ -90,17 +98,19 @@ class Bench:
 
     def prefill(self, tokens: int) -> Result:
         times = self._steps.prefill(tokens, self._seconds)
-        positions = tokens * (tokens + 1) / 2  # causal: each query sees those up to itself
-        return self._result("prefill", tokens, 1, tokens, tokens, positions, times)
+        arch = self._model.arch
+        seen = positions_seen(arch, range(1, tokens + 1))  # causal: each query sees those up to itself
+        return self._result("prefill", tokens, 1, tokens, tokens * arch.num_layers, seen, times)
 
     def decode(self, rows: int, context: int) -> Result:
-        times, mean = self._steps.decode(rows, context, self._seconds)
-        return self._result("decode", rows, rows, mean, rows * mean, rows * mean, times)
+        times, contexts = self._steps.decode(rows, context, self._seconds)
+        seen = rows * positions_seen(self._model.arch, contexts) / len(contexts)
+        return self._result("decode", rows, rows, statistics.mean(contexts), seen, seen, times)
 
     def _result(
         self, phase: str, tokens: int, sampled: int, context: float, kv: float, seen: float, times: StepTimes
     ) -> Result:
-        """`kv`: positions that are read from the pool. `seen`: positions that queries attend to, for all together."""
+        """`kv`: positions read from the pool, `seen`: positions that queries attend to, of all layers together."""
         arch, backend = self._model.arch, self._model.backend
         rate = tokens / times.interval
         if self._limits and isinstance(backend, MeasuredBackend):
@@ -108,7 +118,8 @@ class Bench:
             operations["float32_operations"] = operations.get("float32_operations", 0) + attention_operations(
                 arch, seen
             )
-            work = Work(backend.weight_bytes() + kv * kv_bytes_per_token(arch, backend.kv_dtype), **operations)
+            kv_bytes = kv * kv_bytes_per_token(arch, backend.kv_dtype) / arch.num_layers
+            work = Work(backend.weight_bytes() + kv_bytes, **operations)
             least, bound = self._limits.least_seconds(work)
             return Result(phase, tokens, context, times, rate, work, least / times.interval, bound)
         return Result(phase, tokens, context, times, rate)
@@ -138,6 +149,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--decode", type=counts, default=[1, 8, 32], help="rows that decode (default: 1,8,32)")
     parser.add_argument("--context", type=int, default=128, help="tokens before those that are decoded (default: 128)")
     parser.add_argument(
+        "--sampling",
+        choices=SAMPLING,
+        default="greedy",
+        help="how tokens are chosen (default: greedy; drawn: see below)",
+    )
+    parser.add_argument(
         "--seconds", type=float, default=3.0, help="how long each case is measured, at most (default: 3)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write limits and results there, too")
@@ -163,7 +180,12 @@ def run(arguments: argparse.Namespace) -> None:
     limits = measure_limits(arguments.threads, min(arguments.seconds, 1.0), say) if native else None
     row_blocks = -(-(arguments.context + MOST_STEPS) // BLOCK_SIZE)
     num_blocks = max(most_rows * row_blocks, -(-longest // BLOCK_SIZE))
-    bench = Bench(model, Steps(model, max(most_rows, 1), longest, num_blocks), limits, arguments.seconds)
+    bench = Bench(
+        model,
+        Steps(model, max(most_rows, 1), longest, num_blocks, SAMPLING[arguments.sampling]),
+        limits,
+        arguments.seconds,
+    )
     print(machine_line())
     if limits:
         print(limits.text(), flush=True)

@@ -3,6 +3,7 @@
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,9 +12,8 @@ from gpu_workers.backend import Backend
 from gpu_workers.comm import LocalComm
 from gpu_workers.models.llama import LlamaModel
 from gpu_workers.runner import Runner
-from gpu_workers.sampler_state import GREEDY
 from ipc.codec import pack_ints
-from ipc.messages import NewRow, StepPlan
+from ipc.messages import NewRow, SamplingSpec, StepPlan
 from tools.bench_engine.measured import MeasuredBackend
 
 BLOCK_SIZE = 16
@@ -50,14 +50,17 @@ class _Sample:
 
 
 class Steps:
-    """Runs prompts and decodes on a model in this process, with a KV pool of `num_blocks` blocks."""
+    """Runs prompts and decodes, with `sampling`, on a model in this process with a KV pool of `num_blocks` blocks."""
 
-    def __init__(self, model: LlamaModel, max_rows: int, max_length: int, num_blocks: int) -> None:
+    def __init__(
+        self, model: LlamaModel, max_rows: int, max_length: int, num_blocks: int, sampling: SamplingSpec
+    ) -> None:
         kv = model.allocate_kv(num_blocks, BLOCK_SIZE)
         self._runner = Runner(model, kv, num_blocks, BLOCK_SIZE, max_rows, max_length, LocalComm())
         self._backend: Backend = model.backend
         self._vocab_size = model.arch.vocab_size
         self._random = random.Random(0)
+        self._sampling = sampling
         self._next_step = 0
         self._rows: list[int] = []
         self._ended: list[int] = []
@@ -74,7 +77,7 @@ class Steps:
         """The step of a new request with a prompt of `tokens` random tokens, and blocks for `length`."""
         ids = [self._random.randrange(self._vocab_size) for _ in range(tokens)]
         blocks = -(-length // BLOCK_SIZE)
-        new = NewRow(row, pack_ints(ids), tokens, pack_ints(range(row * blocks, (row + 1) * blocks)), GREEDY)
+        new = NewRow(row, pack_ints(ids), tokens, pack_ints(range(row * blocks, (row + 1) * blocks)), self._sampling)
         plan = self._plan([(row, 0, tokens, 1)], (new,))
         self._rows.append(row)
         return plan
@@ -106,8 +109,8 @@ class Steps:
         del samples[0]  # in which buffers may have grown
         return _medians(samples, [sample.end - sample.start for sample in samples])
 
-    def decode(self, rows: int, context: int, seconds: float) -> tuple[StepTimes, float]:
-        """Steps of `rows` requests with prompts of `context` tokens, and the mean length of their contexts."""
+    def decode(self, rows: int, context: int, seconds: float) -> tuple[StepTimes, Sequence[int]]:
+        """Steps of `rows` requests with prompts of `context` tokens, and how long their contexts were in each."""
         self._end_all()
         for row in range(rows):
             self._execute(self._prompt(row, context, context + MOST_STEPS))
@@ -125,7 +128,7 @@ class Steps:
         self._next_step = first_step + len(samples)
         starts = [sample.start for sample in samples]
         intervals = [later - earlier for earlier, later in pairwise(starts)]
-        return _medians(samples[:-1], intervals), context + len(samples) / 2
+        return _medians(samples[:-1], intervals), range(context + 1, context + len(samples))
 
 
 def _medians(samples: list[_Sample], intervals: list[float]) -> StepTimes:
@@ -143,6 +146,12 @@ def _medians(samples: list[_Sample], intervals: list[float]) -> StepTimes:
     )
 
 
+def positions_seen(arch: ModelArch, contexts: Sequence[int]) -> int:
+    """Positions that queries with such contexts, themselves included, attend to: all queries and layers together."""
+    windows = arch.windows or (0,) * arch.num_layers
+    return sum(min(context, window or context) for window in windows for context in contexts)
+
+
 def attention_operations(arch: ModelArch, seen: float) -> float:
-    """Of queries that see so many positions, all queries together, in all layers; two for a multiply-add."""
-    return 4.0 * seen * arch.num_layers * arch.num_heads * arch.head_dim
+    """Of queries that see so many positions, all queries and layers together; two for a multiply-add."""
+    return 4.0 * seen * arch.num_heads * arch.head_dim

@@ -21,10 +21,11 @@ First, small probes measure what the machine can do in this run, with the same t
 float32 in registers, and 16-bit and 8-bit integers as the kernels of int8 and int4 weights do. Each kernel is timed:
 
 linear, gated, logits / KIND / NxK / ROWS   products with a packed [N, K] weight
+greedy / KIND / NxK / ROWS      those of logits, of which only the ids of the largest are kept
 norm / WIDTH / ROWS             sum with the residual and RMSNorm, quantized as for a product
 rope / KV-TYPE / ROWS           rotation, and the writing of keys and values
-decode / KV-TYPE / SEQUENCESxCONTEXT
-prefill / KV-TYPE / TOKENS@POSITION-OF-THE-FIRST
+decode / KV-TYPE / SEQUENCESxCONTEXT              attention, whole or, where wWINDOW follows, to the last positions
+prefill / KV-TYPE / TOKENS@POSITION-OF-THE-FIRST  likewise
 embed / KIND / NxK / ROWS       rows of the vocabulary's table
 
 GB/s counts the weights and KV that an operation reads (of norm and rope the activations), GOP/s two for a multiply-add.

@@ -30,6 +30,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCABULARY = 576, 9, 3, 64, 1536, 49152
 BLOCK_SIZE = 16
 DECODE = tuple((sequences, context) for context in (128, 1024, 4096) for sequences in (1, 8, 32))
 PREFILL_TOKENS, PREFILL_STARTS = 512, (0, 1536)
+WINDOW, WINDOW_CONTEXT = 1024, 4096
 _EPS = 1e-5
 _REPEATED = 64  # an operation without a weight, in one recording
 _MOST_KV_BYTES = 1 << 30
@@ -64,33 +65,40 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """The product of `rows` rows with an [N, K] weight, as the operation `code`."""
+    """The product of `rows` rows with an [N, K] weight, as the operation `code`.
+
+    `greedy`: of LOGITS, not the logits but the ids of the largest.
+    """
 
     code: Code
     kind: Kind
     n: int
     k: int
     rows: int
+    greedy: bool = False
 
     @property
     def name(self) -> str:
-        label = {Code.GATED: "gated", Code.LOGITS: "logits"}.get(self.code, "linear")
+        label = {Code.GATED: "gated", Code.LOGITS: "greedy" if self.greedy else "logits"}.get(self.code, "linear")
         return f"{label}/{self.kind.name.lower()}/{self.n}x{self.k}/{self.rows}"
 
     def record(self, place: Place) -> Recorded:
         copies = place.weights.copies(self.kind, self.n, self.k)
         codes = CODES_OF.get(self.kind, Codes.NONE)
         width = self.n // 2 if self.code == Code.GATED else self.n
-        logits = torch.empty(self.rows if self.code == Code.LOGITS else 0, self.n)
+        logits = torch.empty(self.rows if self.code == Code.LOGITS and not self.greedy else 0, self.n)
+        best_ids = torch.empty(self.rows, dtype=torch.int64)
         shapes = [BufferShape(self.k), BufferShape(self.k, codes)]
         if self.code != Code.LOGITS:
             shapes.append(BufferShape(width, codes if self.code == Code.GATED else Codes.NONE))
         engine = Engine(place.library, place.threads)
         engine.set_buffers(shapes)
         step = Step(tokens=self.rows, rows=self.rows, logits=logits.data_ptr())
+        if self.greedy:
+            step.best_ids = best_ids.data_ptr()
         norm = _fill_normed(engine, self.rows, self.k, step)
         ops = [Op(code=self.code, input=1, output=2, weight=copy.pointer) for copy in copies]
-        return Recorded(engine, ops, step, self.work(copies[0]), (copies, logits, norm))
+        return Recorded(engine, ops, step, self.work(copies[0]), (copies, logits, best_ids, norm))
 
     def work(self, weight: PackedWeight) -> Work:
         operations = 2 * self.rows * self.n * self.k
@@ -160,7 +168,7 @@ class Embed:
 class Attention:
     """ROPE or ATTENTION of `sequences` sequences: `tokens` new ones each, after `start` that are in the KV pool.
 
-    Every operation has a layer of its own in the pool.
+    With a `window`, queries attend to so many positions at most. Every operation has a layer of its own in the pool.
     """
 
     code: Code
@@ -168,15 +176,17 @@ class Attention:
     sequences: int
     tokens: int
     start: int
+    window: int = 0
 
     @property
     def name(self) -> str:
         dtype = self.kv_type.name.lower()
+        window = f"w{self.window}" if self.window else ""
         if self.code == Code.ROPE:
             return f"rope/{dtype}/{self.sequences * self.tokens}"
         if self.tokens == 1:
-            return f"decode/{dtype}/{self.sequences}x{self.start + 1}"
-        return f"prefill/{dtype}/{self.tokens}@{self.start}"
+            return f"decode/{dtype}/{self.sequences}x{self.start + 1}{window}"
+        return f"prefill/{dtype}/{self.tokens}@{self.start}{window}"
 
     @property
     def work(self) -> Work:
@@ -187,9 +197,12 @@ class Attention:
             # read: q, k and v; three operations for each element of q and k
             return Work(4 * total * (HEADS + 2 * KV_HEADS) * HEAD_DIM, 3 * total * (HEADS + KV_HEADS) * HEAD_DIM)
         context = self.start + self.tokens
-        keys = self.sequences * sum(range(self.start + 1, context + 1))  # causal: of each query those up to itself
+        window = self.window or context
+        # causal: of each query those up to itself
+        keys = self.sequences * sum(min(seen, window) for seen in range(self.start + 1, context + 1))
+        unseen = max(0, self.start + 1 - window)  # not even by the first query
         return Work(
-            self.sequences * context * 2 * KV_HEADS * kept,
+            self.sequences * (context - unseen) * 2 * KV_HEADS * kept,
             2 * 2 * keys * HEADS * HEAD_DIM,  # scores, and the sum of values
         )
 
@@ -232,7 +245,9 @@ class Attention:
             table_rows=table_rows.data_ptr(),
         )
         source, into = (0, 1) if self.code == Code.ROPE else (1, 2)
-        ops = [Op(code=self.code, input=source, output=into, layer=layer) for layer in range(layers)]
+        ops = [
+            Op(code=self.code, input=source, output=into, layer=layer, window=self.window) for layer in range(layers)
+        ]
         kept = (cos, sin, pool, tables, table_rows, positions, slots, starts, contexts)
         return Recorded(engine, ops, step, self.work, kept)
 
@@ -255,17 +270,18 @@ def _filled_pool(num_bytes: int, kv_type: KvType) -> "np.ndarray[tuple[int], np.
 def linear_cases(shapes: Sequence[tuple[int, int]]) -> Iterator[Linear]:
     """The linears of a layer and the head, or with `shapes` [N, K] only those."""
     layer = [
-        (Code.LINEAR, (HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
-        (Code.LINEAR, HIDDEN, HEADS * HEAD_DIM),
-        (Code.GATED, 2 * FFN, HIDDEN),
-        (Code.LINEAR, HIDDEN, FFN),
-        (Code.LOGITS, VOCABULARY, HIDDEN),
+        (Code.LINEAR, (HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN, False),
+        (Code.LINEAR, HIDDEN, HEADS * HEAD_DIM, False),
+        (Code.GATED, 2 * FFN, HIDDEN, False),
+        (Code.LINEAR, HIDDEN, FFN, False),
+        (Code.LOGITS, VOCABULARY, HIDDEN, False),
+        (Code.LOGITS, VOCABULARY, HIDDEN, True),
     ]
-    wanted = [(Code.LINEAR, n, k) for n, k in shapes] if shapes else layer
+    wanted = [(Code.LINEAR, n, k, False) for n, k in shapes] if shapes else layer
     for kind in Kind:
-        for code, n, k in wanted:
+        for code, n, k, greedy in wanted:
             for rows in LINEAR_ROWS:
-                yield Linear(code, kind, n, k, rows)
+                yield Linear(code, kind, n, k, rows, greedy)
 
 
 def all_cases(shapes: Sequence[tuple[int, int]]) -> list[Case]:
@@ -275,6 +291,10 @@ def all_cases(shapes: Sequence[tuple[int, int]]) -> list[Case]:
     for kv_type in KvType:
         cases += [Attention(Code.ROPE, kv_type, rows, 1, 127) for rows in ROWS]
         cases += [Attention(Code.ATTENTION, kv_type, sequences, 1, context - 1) for sequences, context in DECODE]
+        cases += [
+            Attention(Code.ATTENTION, kv_type, sequences, 1, WINDOW_CONTEXT - 1, WINDOW) for sequences in (1, 8, 32)
+        ]
         cases += [Attention(Code.ATTENTION, kv_type, 1, PREFILL_TOKENS, start) for start in PREFILL_STARTS]
+        cases.append(Attention(Code.ATTENTION, kv_type, 1, PREFILL_TOKENS, PREFILL_STARTS[-1], WINDOW))
     cases += [Embed(kind, rows) for kind in Kind for rows in ROWS]
     return [Case(case.name, case.record) for case in cases]

@@ -6,7 +6,7 @@ import signal
 import sys
 
 from tools.arguments import count, positive
-from tools.drills import itl, overhead, shortage, slo, soak, start
+from tools.drills import grammars, itl, overhead, shortage, slo, soak, start
 
 _DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -73,6 +73,17 @@ def _parser() -> argparse.ArgumentParser:
     part.add_argument("--repeats", type=count, default=3, help="warm starts (default 3)")
     part.add_argument("--kv-memory", default="256MiB", help="size of the KV pool (default 256MiB)")
     part.set_defaults(run=start.run)
+
+    part = drills.add_parser(
+        "grammars",
+        help="time per token and throughput with and without structured output",
+        description=grammars.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    part.add_argument("--streams", type=count, nargs="+", default=[1, 16], help="default 1 16")
+    part.add_argument("--output-tokens", type=count, default=128, help="default 128")
+    part.add_argument("--rounds", type=count, default=5, help="default 5")
+    part.set_defaults(run=grammars.run)
 
     for part in drills.choices.values():
         part.add_argument("--model", default=_DEFAULT_MODEL, help=f"default {_DEFAULT_MODEL}")

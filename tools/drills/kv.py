@@ -9,6 +9,7 @@ from config.resolve import Resolved, resolve
 from config.sources import ConfigError, read_settings
 from ipc.control import StartError
 from launch import __version__
+from launch.kernels import find_kernels
 from launch.machine import look_around
 from launch.model_source import locate
 
@@ -18,7 +19,7 @@ def resolved(model: str, *flags: str) -> tuple[Path, Resolved]:
     try:
         config = read_settings(["--model", model, *flags], os.environ, __version__).config
         path = locate(config.model.model, config.model.revision).path
-        return path, resolve(config, read_arch(path), look_around())
+        return path, resolve(config, read_arch(path), find_kernels(config, look_around(), print))
     except (ConfigError, StartError, ValueError, OSError) as error:
         raise SystemExit(f"--model {model}: {error}") from None
 

@@ -38,7 +38,9 @@ class Recorded:
         unit = backend.load_linear(*(head or (torch.eye(width), None)))
         self.kv = backend.allocate_kv(*kv_shape)
         self._forward = backend.compile(
-            lambda batch, kv: backend.logits(op(backend.embed(table, batch), batch, kv), unit)
+            lambda batch, kv: op(backend.embed(table, batch), batch, kv),
+            lambda x, batch: x,
+            lambda x: backend.logits(x, unit),
         )
 
     def run(self, batch: ForwardBatch, kv: NativeKV | None = None) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""A pytest plugin: the kernels' tests run on a build with sanitizers (`-p tests.kernels.cpu.sanitized`).
+"""A pytest plugin: the kernels' tests run on a build with a sanitizer.
 
-The process must have been started in `kernels.cpu.build.sanitizer_environment()`. Sanitized code is ten times slower:
-there are profiles of hypothesis with fewer examples, for `--hypothesis-profile`.
+`-p tests.kernels.cpu.sanitized --sanitizer NAME`, in a process with the variables that
+`kernels.cpu.build.sanitizer_environment(NAME)` gives. Sanitized code is ten times slower: there are profiles of
+hypothesis with fewer examples, for `--hypothesis-profile`.
 """
 
 import functools
@@ -11,12 +12,18 @@ import pytest
 from hypothesis import settings
 
 from kernels.cpu import library
-from kernels.cpu.build import build
-
-library.build = functools.partial(build, sanitize=True)
+from kernels.cpu.build import SANITIZERS, build
 
 settings.register_profile("sanitized", max_examples=40)
 settings.register_profile("sanitized-brief", max_examples=16)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sanitizer", choices=list(SANITIZERS), required=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    library.build = functools.partial(build, sanitize=config.getoption("sanitizer"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

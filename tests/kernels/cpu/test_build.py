@@ -130,7 +130,7 @@ def test_each_ingredient_gives_another_library(
     set_features(ZEN_4)
     libraries = [build("portable", sources=sources)]
 
-    def must_be_new(isa: str = "portable", sanitize: bool = False) -> None:
+    def must_be_new(isa: str = "portable", sanitize: str | None = None) -> None:
         compiled = len(compiler.compiled())
         library = build(isa, sanitize, sources=sources)
         assert library not in libraries
@@ -138,7 +138,8 @@ def test_each_ingredient_gives_another_library(
         libraries.append(library)
 
     must_be_new("avx2")
-    must_be_new(sanitize=True)
+    must_be_new(sanitize="address")
+    must_be_new(sanitize="thread")
     (sources / "answer.h").write_text("#define ANSWER 43\n")
     must_be_new()
     (sources / "other.cpp").write_text("int other() { return 2; }\n")
@@ -164,10 +165,10 @@ def test_going_back_to_earlier_sources_finds_the_earlier_library(
 
 
 def test_libraries_unused_for_a_month_are_removed(cache: Path, sources: Path, compiler: FakeCompiler) -> None:
-    unused, used = build("portable", sources=sources), build("portable", sanitize=True, sources=sources)
+    unused, used = build("portable", sources=sources), build("portable", sanitize="address", sources=sources)
     for library in (unused, used):
         os.utime(library, (time.time() - 31 * DAY,) * 2)
-    assert build("portable", sanitize=True, sources=sources) == used
+    assert build("portable", sanitize="address", sources=sources) == used
     (sources / "answer.h").write_text("#define ANSWER 43\n")
     new = build("portable", sources=sources)
     assert set(cache.glob("*.so")) == {used, new}
@@ -393,8 +394,8 @@ def test_the_library_can_be_loaded_and_called(cache: Path, sources: Path, real_c
 
 def test_sanitizers_stop_a_program_that_reads_past_an_array(cache: Path, sources: Path, real_compiler: str) -> None:
     try:
-        environment = os.environ | sanitizer_environment()
-        library = build("portable", sanitize=True, sources=sources)
+        environment = os.environ | sanitizer_environment("address")
+        library = build("portable", sanitize="address", sources=sources)
     except BuildError as error:
         pytest.skip(f"no sanitizers here: {error}")
     ended = [
@@ -410,6 +411,36 @@ def test_sanitizers_stop_a_program_that_reads_past_an_array(cache: Path, sources
     assert (ended[0].returncode, ended[0].stdout) == (0, "42\n"), ended[0].stderr
     assert ended[1].returncode != 0
     assert "answer.cpp:2" in ended[1].stderr
+
+
+def test_a_sanitizer_stops_a_program_whose_threads_race(cache: Path, sources: Path, real_compiler: str) -> None:
+    (sources / "answer.cpp").write_text(
+        "#include <atomic>\n#include <thread>\n"
+        'extern "C" __attribute__((visibility("default"))) int answer(int race) {\n'
+        "    std::atomic<int> safe{0}; int unsafe = 0;\n"
+        "    const auto add = [&] { safe++; if (race) unsafe++; };\n"
+        "    std::thread other(add); add(); other.join();\n"
+        "    return safe.load() + 40;\n"
+        "}\n"
+    )
+    try:
+        environment = os.environ | sanitizer_environment("thread")
+        library = build("portable", sanitize="thread", sources=sources)
+    except BuildError as error:
+        pytest.skip(f"no sanitizers here: {error}")
+    ended = [
+        subprocess.run(
+            [sys.executable, "-c", f"import ctypes; print(ctypes.CDLL({str(library)!r}).answer({race}))"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for race in (0, 1)
+    ]
+    assert (ended[0].returncode, ended[0].stdout) == (0, "42\n"), ended[0].stderr
+    assert "data race" in ended[1].stderr
+    assert ended[1].returncode != 0
 
 
 @pytest.mark.parametrize(

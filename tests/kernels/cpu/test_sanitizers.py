@@ -1,6 +1,7 @@
-"""The kernels' tests once more, on a build with AddressSanitizer and UndefinedBehaviorSanitizer, in another process.
+"""The kernels' tests once more, in another process, on builds with sanitizers.
 
-Tensors and the engine's own memory lie on the heap, where a step past either end stops the process.
+AddressSanitizer and UndefinedBehaviorSanitizer: tensors and the engine's own memory lie on the heap, where a step past
+either end stops the process. ThreadSanitizer: so does memory that two threads use without an order between them.
 """
 
 import os
@@ -15,33 +16,36 @@ from kernels.cpu.build import BuildError, build, detect_isa, sanitizer_environme
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TESTS = Path(__file__).resolve().parent
-LAYERS, PRODUCTS, ATTENTION, STEPS = (
+FILES = (
     "test_layer.py",
-    "test_native_ops.py",
     "test_native_attention.py",
+    "test_native_ops.py",
+    "test_native_sampling.py",
     "test_native_steps.py",
 )
 
 
 @pytest.mark.parametrize(
-    ("portable", "profile", "names"),
+    ("sanitizer", "portable", "profile"),
     [
-        pytest.param(False, "sanitized-brief", [LAYERS, PRODUCTS, ATTENTION, STEPS], id="brief"),
-        pytest.param(False, "sanitized", [LAYERS, PRODUCTS, ATTENTION, STEPS], marks=pytest.mark.slow, id="vectors"),
-        pytest.param(True, "sanitized", [LAYERS, PRODUCTS, ATTENTION, STEPS], marks=pytest.mark.slow, id="portable"),
+        pytest.param("address", False, "sanitized-brief", id="brief"),
+        pytest.param("address", False, "sanitized", marks=pytest.mark.slow, id="vectors"),
+        pytest.param("address", True, "sanitized", marks=pytest.mark.slow, id="portable"),
+        pytest.param("thread", False, "sanitized", marks=pytest.mark.slow, id="threads"),
     ],
 )
-def test_the_kernels_tests_pass_under_sanitizers(portable: bool, profile: str, names: list[str]) -> None:
+def test_the_kernels_tests_pass_under_sanitizers(sanitizer: str, portable: bool, profile: str) -> None:
     isa = "portable" if portable else detect_isa()
     try:
-        environment = os.environ | sanitizer_environment() | {"TOKENMILL_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
-        name = build(isa, sanitize=True).name
+        variables = {"TOKENMILL_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
+        environment = os.environ | sanitizer_environment(sanitizer) | variables
+        name = build(isa, sanitizer).name
     except BuildError as error:
         pytest.skip(f"no build with sanitizers here: {error}")
-    files = [str(TESTS / name) for name in names]
+    files = [str(TESTS / name) for name in FILES]
     # Not captured: a sanitizer's report ends the process, and what pytest had captured with it.
     options = ["-q", "-s", "-p", "tests.kernels.cpu.sanitized", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
-    options += ["--hypothesis-profile", profile]
+    options += ["--sanitizer", sanitizer, "--hypothesis-profile", profile]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *files],
         cwd=REPOSITORY,

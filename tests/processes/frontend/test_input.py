@@ -84,6 +84,45 @@ def test_ignored_fields_are_named(frontend: Frontend) -> None:
     assert (refused.status, refused.headers["x-tokenmill-ignored"]) == (400, "bogus")
 
 
+def test_ignored_fields_are_named_at_every_level(frontend: Frontend) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}], "weight": 1}] * 3
+    answer = frontend.request("POST", CHAT, {**GOOD_CHAT, "messages": messages, "stream_options": None, "x": {"y": 1}})
+    assert answer.status == 200
+    assert answer.headers["x-tokenmill-ignored"] == "messages.content.cache_control,messages.weight,x"
+
+
+def test_of_a_key_that_stands_twice_the_last_counts(frontend: Frontend, engine: FakeEngine) -> None:
+    body = b'{"model":"nobody","prompt":"a","max_tokens":0,"max_tokens":3,"model":"tiny"}'
+    assert frontend.request("POST", TEXT, body, {"x-request-id": "double"}).status == 200
+    assert engine.wait_for_request("double").params.max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "?", ""]
+)
+def test_the_content_type_does_not_matter(frontend: Frontend, kind: str | None) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    assert frontend.request("POST", TEXT, json.dumps(GOOD_TEXT).encode(), headers).status == 200
+    refused = frontend.request("POST", TEXT, b"prompt=hi&model=tiny", headers)
+    assert (refused.status, "JSON" in refused.error()["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "user", "content": "a"}] * 4097, "messages"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}] * 1025}], "messages[0].content"),
+        ([{"role": "user", "content": "a", "name": "n" * 129}], "messages[0].name"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}], "messages[0].content[0]"),
+    ],
+    ids=["messages", "parts", "name", "image", "audio"],
+)
+def test_conversations_are_bounded(frontend: Frontend, messages: list[Any], param: str) -> None:
+    answer = frontend.request("POST", CHAT, {**GOOD_CHAT, "messages": messages})
+    assert (answer.status, answer.error()["param"]) == (400, param)
+
+
 def test_bodies_beyond_the_limit(frontend: Frontend) -> None:
     for body in (b"x" * ((1 << 20) + 1), b'{"model":"' + b"x" * (3 << 20) + b'"}'):
         answer = frontend.request("POST", CHAT, body)
@@ -157,10 +196,10 @@ def test_b049_b050_the_last_id_is_accepted(frontend: Frontend) -> None:
 
 
 def test_b048_echo_of_token_ids(frontend: Frontend) -> None:
-    # Not supported yet (no way back from ids to text on this edge): refused by name, for one list and for several.
-    for prompt in ([1, 15], [[1], [15]]):
+    for prompt in ([1, 15], [[1, 3], [15, 3]]):
         answer = frontend.request("POST", TEXT, {**GOOD_TEXT, "prompt": prompt, "echo": True})
-        assert (answer.status, answer.error()["param"]) == (400, "echo")
+        assert answer.status == 200
+        assert all(choice["text"].startswith("p0p1 é0.0") for choice in answer.json()["choices"])
 
 
 BAD_FIELDS = [

@@ -16,7 +16,7 @@ def edit(path: Path, **changes: Any) -> None:
     (path / "config.json").write_text(json.dumps(values))
 
 
-def test_eos_is_the_union_over_all_configs(tmp_path: Path) -> None:
+def test_b088_eos_is_the_union_over_all_configs(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
     tokenizer = {"eos_token": {"content": "<end>"}, "added_tokens_decoder": {"9": {"content": "<end>"}}}

@@ -71,11 +71,44 @@ def test_rope_scaling(tmp_path: Path) -> None:
     assert read_arch(write(path, *yarn)).rope == RopeConfig(type="yarn", factor=4.0, original_max_position=128)
 
 
-@pytest.mark.parametrize(("architecture", "windows"), [("llama", (32, 32, 32)), ("qwen2", ())])
-def test_a_sliding_window_is_that_of_every_layer(architecture: str, windows: tuple[int, ...], tmp_path: Path) -> None:
-    path = write(tmp_path / "tiny.gguf", lambda w: w.add_sliding_window(32), architecture=architecture)
-    arch = read_arch(path)
+@pytest.mark.parametrize(
+    ("architecture", "pattern", "windows"),
+    [
+        ("llama", None, (32, 32, 32)),
+        ("qwen2", None, ()),  # which of its layers have it, nobody says
+        *(
+            (architecture, pattern, windows)
+            for architecture in ("llama", "qwen2")
+            for pattern, windows in [
+                ([False, True, True], (0, 32, 32)),
+                ([False, False, False], ()),
+                (0, (32, 32, 32)),
+                (1, ()),
+                (2, (32, 0, 32)),
+                (3, (32, 32, 0)),
+            ]
+        ),
+    ],
+)
+def test_a_pattern_says_which_layers_have_the_sliding_window(
+    architecture: str, pattern: int | list[bool] | None, windows: tuple[int, ...], tmp_path: Path
+) -> None:
+    changes: list[Change] = [lambda writer: writer.add_sliding_window(32)]
+    if pattern is not None:
+        changes.append(lambda writer: writer.add_sliding_window_pattern(pattern))
+    arch = read_arch(write(tmp_path / "tiny.gguf", *changes, architecture=architecture))
     assert (arch.windows, arch.max_position) == (windows, 512)
+    del changes[0]
+    assert read_arch(write(tmp_path / "tiny.gguf", *changes, architecture=architecture)).windows == ()
+
+
+@pytest.mark.parametrize("pattern", [[True], [1, 0, 2], ["a", "b", "c"], "all"])
+def test_a_pattern_that_says_nothing_is_refused(pattern: Any, tmp_path: Path) -> None:
+    key = "qwen2.attention.sliding_window_pattern"
+    add: Change = lambda w: w.add_string(key, pattern) if isinstance(pattern, str) else w.add_array(key, pattern)  # noqa: E731
+    path = write(tmp_path / "tiny.gguf", lambda w: w.add_sliding_window(32), add, architecture="qwen2")
+    with pytest.raises(ValueError, match=r"attention\.sliding_window_pattern is "):
+        read_arch(path)
 
 
 EOS = "tokenizer.ggml.eos_token_id"

@@ -56,14 +56,14 @@ def test_bfloat16_without_its_instructions_holds_weights_as_float32() -> None:
 
 
 def test_the_kv_cache_has_a_number_type_of_its_own_with_compiled_kernels() -> None:
-    with_compiler = msgspec.structs.replace(OLD_MACHINE, has_compiler=True)
+    with_kernels = msgspec.structs.replace(OLD_MACHINE, native_kernels=True)
     # 2 x 30 layers x 3 heads x 64, and for int8 a scale of 4 bytes
     bytes_per_token = {"float32": 46_080, "float16": 23_040, "bfloat16": 23_040, "int8": 12_240}
     for asked, held in [("auto", "float16"), *((dtype, dtype) for dtype in ("float32", "bfloat16", "int8"))]:
-        resolved = settle("--kv-dtype", asked, machine=with_compiler)
+        resolved = settle("--kv-dtype", asked, machine=with_kernels)
         assert resolved.config.model.kv_dtype == held
         assert resolved.plan.kv_bytes_per_token == bytes_per_token[held]
-    assert "half" in reason(settle(machine=with_compiler), "kv_dtype float16")
+    assert "half" in reason(settle(machine=with_kernels), "kv_dtype float16")
 
 
 def test_plain_torch_keeps_keys_and_values_in_the_dtype_it_computes_in() -> None:
@@ -73,17 +73,17 @@ def test_plain_torch_keeps_keys_and_values_in_the_dtype_it_computes_in() -> None
         settle("--dtype", "bfloat16", "--kernels", "torch", "--kv-dtype", "float16")
 
 
-def test_compiled_kernels_are_expected_where_there_is_a_compiler() -> None:
-    with_compiler = msgspec.structs.replace(OLD_MACHINE, has_compiler=True)
-    native = settle(machine=with_compiler)
-    assert native.config.worker.kernels == "auto", "each rank decides when it has tried"
+def test_the_plan_is_that_of_the_kernels_there_are() -> None:
+    with_kernels = msgspec.structs.replace(OLD_MACHINE, native_kernels=True)
+    without = msgspec.structs.replace(OLD_MACHINE, kernels_problem="g++ is broken")
+    native, plain = settle(machine=with_kernels), settle(machine=without)
+    assert native.config.worker.kernels == "native"
     assert native.plan.weights == 2 * 134_515_008 + 2 * 61 * 576
-    assert "there is a C++ compiler" in reason(native, "kernels native")
-    plain = settle(machine=OLD_MACHINE)
-    assert plain.config.worker.kernels == "auto"
-    assert "no C++ compiler was found" in reason(plain, "kernels torch")
+    assert reason(native, "kernels native")
+    assert plain.config.worker.kernels == "torch"
+    assert reason(plain, "kernels torch").endswith(": g++ is broken")
     for kernels, same in (("native", native), ("torch", plain)):
-        for machine in (OLD_MACHINE, with_compiler):
+        for machine in (without, with_kernels):
             asked = settle("--kernels", kernels, machine=machine)
             assert asked.config.worker.kernels == kernels
             assert asked.plan.weights == same.plan.weights
@@ -98,6 +98,37 @@ def test_weights_without_quantization_are_planned_as_bfloat16() -> None:
     dequantized = settle("--kernels", "native", "--quantization", "none", arch=arch)
     assert dequantized.plan.weights == (134_515_008 - 61 * 576) * 2 + norms
     assert dequantized.config.model.quantization == "none"
+
+
+@pytest.mark.parametrize(
+    ("argv", "ranks"),
+    [
+        (["--threads", "2"], ((0, 4),)),
+        (["--threads", "1", "--tp", "2"], ((0,), (4,))),
+        (["--threads", "2", "--tp", "2"], ((0, 4), (1, 5))),
+    ],
+)
+def test_threads_are_bound_to_cores_that_no_other_rank_has(argv: list[str], ranks: tuple[tuple[int, ...], ...]) -> None:
+    machine = msgspec.structs.replace(BF16_MACHINE, native_kernels=True, core_cpus=(0, 4, 1, 5))
+    assert settle(*argv, arch=LLAMA_3_2_1B, machine=machine).rank_cpus == ()
+    resolved = settle(*argv, "--pin-threads", arch=LLAMA_3_2_1B, machine=machine)
+    assert resolved.rank_cpus == ranks
+    assert "rank 0 0" in reason(resolved, "pin_threads")
+
+
+@pytest.mark.parametrize(
+    ("argv", "cpus", "problem"),
+    [
+        ("--threads 3", (0, 1), "1 rank of --threads 3 needs 3 physical cores, but this process may use 2"),
+        ("--threads 2 --tp 2", (0, 1, 2), "2 ranks of --threads 2 need 4 physical cores, but this process may use 3"),
+        ("--threads 1", (), "this system does not let a process bind its threads"),
+        ("--threads 1 --kernels torch", (0, 1), "only threads of compiled kernels"),
+    ],
+)
+def test_threads_that_cannot_be_bound_are_refused(argv: str, cpus: tuple[int, ...], problem: str) -> None:
+    machine = msgspec.structs.replace(BF16_MACHINE, native_kernels=True, core_cpus=cpus)
+    with pytest.raises(ConfigError, match=f"^--pin-threads: {problem}"):
+        settle("--pin-threads", *argv.split(), arch=LLAMA_3_2_1B, machine=machine)
 
 
 def test_cuda_is_refused_honestly_and_a_gpu_is_not_used_silently() -> None:

@@ -14,7 +14,16 @@ from frontend.protocol import PromptTokensDetails, Usage
 from frontend.requests import Job
 from frontend.responses import ChatResponder
 from ipc.codec import pack_ints
-from ipc.messages import Delta, Finished, FinishReason, PositionLogprobs, SamplingParams, TextPrompt, TokenLogprob
+from ipc.messages import (
+    Delta,
+    Finished,
+    FinishReason,
+    PositionLogprobs,
+    PromptInfo,
+    SamplingParams,
+    TextPrompt,
+    TokenLogprob,
+)
 
 USAGE = Usage(1, 2, 3, PromptTokensDetails(0))
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
@@ -45,6 +54,7 @@ def make(n: int = 1, *, logprobs: bool = False, token_ids: bool = False) -> Pars
     )
     responder = chat_responder(job, "fp")
     assert isinstance(responder, ParsedChatResponder)
+    responder.prompt_of = lambda index: PromptInfo(1, pack_ints([1]), "p", pack_ints([0]), "p")
     return responder
 
 

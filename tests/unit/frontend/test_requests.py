@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,16 @@ from frontend.errors import ApiError
 from frontend.protocol import ChatRequest, CompletionRequest, chat_decoder, completion_decoder
 from frontend.requests import MAX_PROMPTS, Job, chat_job, completion_job
 from ipc.codec import pack_ints
-from ipc.messages import ChatMessage, ChatPrompt, Grammar, ModelInfo, SamplingParams, TextPrompt, TokenPrompt
+from ipc.messages import (
+    ChatMessage,
+    ChatPrompt,
+    Grammar,
+    ModelInfo,
+    SamplingDefaults,
+    SamplingParams,
+    TextPrompt,
+    TokenPrompt,
+)
 
 MODEL = ModelInfo(names=("m", "org/m"), max_model_len=100, vocab_size=50, created=0, has_chat_template=True)
 
@@ -200,11 +210,49 @@ def test_b049_b051_bad_prompts_name_prompt(prompt: Any) -> None:
 
 
 def test_b048_echo() -> None:
-    assert completion(prompt=["a", "b"], echo=True).echo == ("a", "b")
-    # The edge to the engine has no way back from ids to text yet: refused by name, never a 5xx.
-    assert refused(completion, prompt=[1, 15], echo=True).body.param == "echo"
-    assert refused(completion, prompt=[[1], [15]], echo=True).body.param == "echo"
-    assert refused(completion, echo=True, logprobs=1).body.param == "echo"
+    for prompt in ("a", ["a", "b"], [1, 15], [[1], [15]]):
+        job = completion(prompt=prompt, echo=True)
+        assert job.echo
+        assert job.options["return_prompt"]
+        assert job.params.prompt_logprobs is None
+    assert "return_prompt" not in completion().options
+    assert chat(return_token_ids=True).options["return_prompt"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "listed", "computed"),
+    [
+        ({"prompt_logprobs": 3}, 3, 3),
+        ({"echo": True, "logprobs": 2}, None, 2),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 0}, 0, 2),
+        ({"echo": False, "logprobs": 2}, None, None),
+        ({"echo": True, "logprobs": 0, "max_tokens": 0}, None, 0),
+        ({"echo": True, "max_tokens": 0}, None, 0),
+    ],
+)
+def test_prompts_are_scored_for_the_list_and_for_the_echo(
+    fields: dict[str, Any], listed: int | None, computed: int | None
+) -> None:
+    job = completion(**fields)
+    assert (job.prompt_logprobs, job.params.prompt_logprobs) == (listed, computed)
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1}, {"echo": False}])
+def test_no_output_without_an_echo_makes_no_sense(fields: dict[str, Any]) -> None:
+    assert refused(completion, max_tokens=0, **fields).body.param == "max_tokens"
+
+
+def test_what_a_request_does_not_say_is_as_the_model_recommends() -> None:
+    defaults = SamplingDefaults(0.6, 0.9, 20, 0.05, 1.1, 77)
+    model = msgspec.structs.replace(MODEL, defaults=defaults)
+    body = msgspec.json.encode({"model": "m", "prompt": "a", "temperature": None, "top_p": 0.5})
+    params = completion_job(completion_decoder.decode(body), model).params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.6, 0.5, 20, 0.05)
+    assert (params.repetition_penalty, params.max_tokens) == (1.1, None), "the tokenizer bounds it by what fits"
+    body = msgspec.json.encode({"model": "m", "prompt": "a", "top_k": -1, "max_tokens": 3})
+    params = completion_job(completion_decoder.decode(body), model).params
+    assert (params.top_k, params.max_tokens) == (0, 3)
+    assert completion().params.max_tokens == 16, "OpenAI's"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from ipc.messages import (
     Finished,
     FinishReason,
     PositionLogprobs,
+    PromptInfo,
+    PromptPosition,
     SamplingParams,
     TextPrompt,
     TokenLogprob,
@@ -25,9 +27,13 @@ from ipc.messages import (
 USAGE = Usage(1, 2, 3, PromptTokensDetails(0))
 
 
-def position(data: bytes) -> PositionLogprobs:
+def token(text: str, logprob: float, token_id: int = 7) -> TokenLogprob:
+    return TokenLogprob(token_id, text, text.encode(), logprob)
+
+
+def position(data: bytes, offset: int = 0) -> PositionLogprobs:
     token = TokenLogprob(7, data.decode(errors="replace"), data, -0.25)
-    return PositionLogprobs(token, (token, TokenLogprob(8, "z", b"z", float("-inf"))))
+    return PositionLogprobs(token, (token, TokenLogprob(8, "z", b"z", float("-inf"))), offset)
 
 
 def delta(index: int, text: str, *, logprobs: bool) -> Delta:
@@ -37,6 +43,29 @@ def delta(index: int, text: str, *, logprobs: bool) -> Delta:
 
 def finished(index: int, reason: FinishReason) -> Finished:
     return Finished(1, index, reason, None, 1, 2, 0)
+
+
+PROMPT = PromptInfo(
+    1,
+    pack_ints([4, 5, 6]),
+    "échoed ",
+    pack_ints([0, 2, 6]),
+    "éc",
+    (
+        PromptPosition(token("hoed", -2.0), 7, (token("x", -0.5, 10), token("y", -1.0, 11), token("z", -1.5, 12))),
+        PromptPosition(token(" ", -0.5), 1, (token(" ", -0.5), token("y", -1.0, 11), token("z", -1.5, 12))),
+    ),
+)
+
+
+LISTED = [
+    None,
+    {
+        "7": {"logprob": -2.0, "rank": 7, "decoded_token": "hoed"},
+        "10": {"logprob": -0.5, "rank": 1, "decoded_token": "x"},
+    },
+    {"7": {"logprob": -0.5, "rank": 1, "decoded_token": " "}},
+]
 
 
 @st.composite
@@ -57,9 +86,12 @@ def outputs(draw: st.DrawFn, logprobs: bool) -> tuple[int, list[Batch]]:
     return n, [batch for batch in batches if batch]
 
 
-def make(kind: type[Responder], n: int, *, logprobs: bool = False, echo: tuple[str, ...] = ()) -> Responder:
-    params = SamplingParams(n=n, logprobs=2 if logprobs else None)
-    return kind(Job((TextPrompt("p"),), params, "m", True, False, echo), "fp_1")
+def make(kind: type[Responder], n: int, *, logprobs: bool = False, echo: bool = False) -> Responder:
+    params = SamplingParams(n=n, logprobs=2 if logprobs else None, prompt_logprobs=3 if logprobs else None)
+    job = Job((TextPrompt("p"),), params, "m", True, False, echo, prompt_logprobs=1 if logprobs else None)
+    responder = kind(job, "fp_1")
+    responder.prompt_of = lambda index: PROMPT
+    return responder
 
 
 def events(data: bytes) -> list[dict[str, Any]]:
@@ -73,9 +105,10 @@ def events(data: bytes) -> list[dict[str, Any]]:
 @given(data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_streamed_equals_whole(kind: type[Responder], logprobs: bool, data: st.DataObject) -> None:
+    """B018: also the alternatives of each of several tokens in one chunk."""
     n, batches = data.draw(outputs(logprobs))
     chat = kind is ChatResponder
-    echo = () if chat else ("echoed ",)
+    echo = not chat
     whole = json.loads(make(kind, n, logprobs=logprobs, echo=echo).whole(batches, USAGE))
     responder = make(kind, n, logprobs=logprobs, echo=echo)
     chunks = [chunk for batch in batches for chunk in events(responder.chunks(batch))]
@@ -86,6 +119,15 @@ def test_streamed_equals_whole(kind: type[Responder], logprobs: bool, data: st.D
         assert [part["finish_reason"] for part in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
         if chat:
             assert [part["delta"].get("role") for part in mine] == ["assistant"] + [None] * (len(mine) - 1)
+            if logprobs:
+                assert whole["prompt_logprobs"] == LISTED
+                assert all(
+                    chunk["prompt_logprobs"] == LISTED for chunk in chunks if "role" in chunk["choices"][0]["delta"]
+                )
+        elif logprobs:
+            assert choice["prompt_logprobs"] == mine[0]["prompt_logprobs"] == LISTED
+            assert choice["logprobs"]["tokens"][:3] == ["éc", "hoed", " "]
+            assert choice["text"].startswith("échoed ")
         if logprobs:
             for key, expected in choice["logprobs"].items():
                 if expected is not None:
@@ -112,18 +154,6 @@ def test_the_stop_reason_is_told_where_there_is_one(kind: type[Responder], stop_
         assert "stop_reason" not in choices[1]
 
 
-def test_text_offsets_count_characters_not_bytes() -> None:
-    responder = make(CompletionResponder, 1, logprobs=True)
-    pieces = [b"a", b"\xc3", b"\xa9", "日本".encode(), b"\xf0\x9f", b"\x98\x80", b"b"]
-    text = b"".join(pieces).decode()
-    positions = tuple(position(piece) for piece in pieces)
-    batch: Batch = [(0, Delta(1, 0, text, pack_ints([7] * 7), positions)), (0, finished(0, "stop"))]
-    choice = json.loads(responder.whole([batch], USAGE))["choices"][0]
-    # Starts of a, é (both its bytes), 日, 😀 (both its halves), b within the text "aé日本😀b".
-    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 4, 4, 5]
-    assert choice["text"] == "aé日本😀b"
-
-
 def test_minus_infinity_is_a_number_in_json() -> None:
     batch: Batch = [(0, delta(0, "a", logprobs=True)), (0, finished(0, "stop"))]
     chat = json.loads(make(ChatResponder, 1, logprobs=True).whole([batch], USAGE))
@@ -137,3 +167,52 @@ def test_nothing_is_said_while_a_character_is_pending() -> None:
     assert len(events(responder.chunks([(0, Delta(1, 0, "", pack_ints([1])))]))) == 1  # the role
     assert responder.chunks([(0, Delta(1, 0, "", pack_ints([2])))]) == b""
     assert events(responder.chunks([(0, delta(0, "é", logprobs=False))]))[0]["choices"][0]["delta"] == {"content": "é"}
+
+
+def test_echo_with_logprobs_is_one_list_over_prompt_and_output() -> None:
+    batch: Batch = [
+        (0, Delta(1, 0, "ab", pack_ints([7, 7]), (position(b"a"), position(b"b", 1)))),
+        (0, finished(0, "stop")),
+    ]
+    choice = json.loads(make(CompletionResponder, 1, logprobs=True, echo=True).whole([batch], USAGE))["choices"][0]
+    assert choice["text"] == "échoed ab"
+    assert choice["logprobs"] == {
+        "tokens": ["éc", "hoed", " ", "a", "b"],
+        "token_logprobs": [None, -2.0, -0.5, -0.25, -0.25],
+        "top_logprobs": [
+            None,
+            {"x": -0.5, "y": -1.0, "hoed": -2.0},
+            {" ": -0.5, "y": -1.0},
+            {"a": -0.25, "z": -9999.0},
+            {"b": -0.25, "z": -9999.0},
+        ],
+        "text_offset": [0, 2, 6, 7, 8],
+    }
+
+
+def test_scoring_alone_streams_the_prompt_and_its_end() -> None:
+    responder = make(CompletionResponder, 1, logprobs=True, echo=True)
+    chunks = [chunk["choices"][0] for chunk in events(responder.chunks([(0, finished(0, "length"))]))]
+    assert [chunk["text"] for chunk in chunks] == ["échoed ", ""]
+    assert chunks[0]["logprobs"]["token_logprobs"] == [None, -2.0, -0.5]
+    assert [chunk["finish_reason"] for chunk in chunks] == [None, "length"]
+
+
+@pytest.mark.parametrize("kind", [ChatResponder, CompletionResponder])
+def test_token_ids_of_prompt_and_output(kind: type[Responder]) -> None:
+    """vLLM's places: those of the prompt in a chat's answer and first chunk, in the choice of a completion."""
+    batches: list[Batch] = [[(0, delta(0, "a", logprobs=False))], [(0, finished(0, "stop"))]]
+
+    def made() -> Responder:
+        responder = kind(Job((TextPrompt("p"),), SamplingParams(), "m", True, False, return_token_ids=True), "fp_1")
+        responder.prompt_of = lambda index: PROMPT
+        return responder
+
+    whole = json.loads(made().whole(batches, USAGE))
+    responder = made()
+    first, second, last = (chunk for batch in batches for chunk in events(responder.chunks(batch)))
+    place, chunk_place = (whole, first) if kind is ChatResponder else (whole["choices"][0], first["choices"][0])
+    assert place["prompt_token_ids"] == chunk_place["prompt_token_ids"] == [4, 5, 6]
+    assert whole["choices"][0]["token_ids"] == second["choices"][0]["token_ids"] == [7]
+    assert "prompt_token_ids" not in json.dumps([second, last])
+    assert "prompt_logprobs" not in whole

@@ -19,7 +19,7 @@ def test_ready_only_while_the_scheduler_reports(monkeypatch: pytest.MonkeyPatch)
     now = 1000.0
     monkeypatch.setattr(service.time, "monotonic", lambda: now)
     client = cast(AsyncClient, SimpleNamespace(model=ModelInfo(("m",), 100, 100, 0, True)))
-    spec = cast(Any, SimpleNamespace(config=Config(), arch=None))
+    spec = cast(Any, SimpleNamespace(config=Config(), arch=None, served_names=()))
     one = Service(spec, client, cast(Metrics, None))
     one.on_stats(STATS)
     now += 9.0

@@ -6,10 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.tenant import namespace_of, tenant_of
+from frontend.tenant import namespace_of, presented_key, tenant_of_key
 from ipc.validation import validate_options
 
 _names = st.text(max_size=40)
+
+
+def tenant_of(authorization: str) -> str:
+    return tenant_of_key(presented_key({"Authorization": authorization}))
 
 
 def test_the_tenant_is_a_digest_of_the_key() -> None:
@@ -18,9 +22,15 @@ def test_the_tenant_is_a_digest_of_the_key() -> None:
     assert tenant_of("Bearer sk-abd") != tenant_of("Bearer sk-abc")
 
 
-@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Bearer   ", "Basic abc", "sk-abc", "Bearersk-abc"])
-def test_other_headers_stand_for_nobody(header: str | None) -> None:
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "Bearer   ", "Basic abc", "sk-abc", "Bearersk-abc"])
+def test_other_headers_stand_for_nobody(header: str) -> None:
     assert tenant_of(header) == ""
+
+
+def test_anthropics_header_stands_for_the_same_tenant() -> None:
+    assert presented_key({"x-api-key": " sk-abc "}) == presented_key({"Authorization": "Bearer sk-abc"}) == "sk-abc"
+    assert presented_key({"x-api-key": "sk-1", "Authorization": "Basic abc"}) == "sk-1"
+    assert tenant_of_key(presented_key({})) == ""
 
 
 def test_a_key_of_any_bytes_has_a_tenant() -> None:

@@ -33,13 +33,16 @@ def spec(**changes) -> SamplingSpec:
     return SamplingSpec(**(values | changes))
 
 
-def new_row(row: int, token_ids, block_ids, *, num_prompt: int | None = None, sampling=None) -> NewRow:
+def new_row(
+    row: int, token_ids, block_ids, *, num_prompt: int | None = None, sampling=None, num_scored: int = 0
+) -> NewRow:
     return NewRow(
         row=row,
         token_ids=pack_ints(token_ids),
         num_prompt=len(token_ids) if num_prompt is None else num_prompt,
         block_ids=pack_ints(block_ids),
         sampling=sampling or spec(),
+        num_scored=num_scored,
     )
 
 
@@ -66,10 +69,13 @@ def plain_backend() -> SimpleNamespace:
 
 
 class LogitsModel:
-    """A model that has nothing faster for greedy rows."""
+    """A model that has nothing faster for greedy rows, and of which nobody wants prompts scored."""
 
     def best_ids(self, batch: ForwardBatch, kv: torch.Tensor) -> np.ndarray:
         return argmax(self.forward(batch, kv))
+
+    def more_logits(self, token_rows: np.ndarray) -> torch.Tensor:
+        raise AssertionError("no plan for this model asks for prompt log-probabilities")
 
 
 class HashModel(LogitsModel):

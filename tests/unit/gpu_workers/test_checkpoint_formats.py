@@ -31,6 +31,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
         {"num_key_value_heads": 1},
         {"family": "qwen2"},
         {"family": "qwen2", "tie_word_embeddings": True},
+        {"family": "qwen2", "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     ],
     ids=str,
 )
@@ -41,6 +42,7 @@ def test_gguf_and_safetensors_of_one_model_give_the_same_logits(
     save_gguf(oracle, tmp_path / "tiny.gguf")
     actual = load_tiny(tmp_path / "tiny.gguf", kernels=kernels)
     expected = load_tiny(tmp_path / "hf", kernels=kernels)
+    assert actual.arch.windows == expected.arch.windows
     assert actual.arch.num_parameters == expected.arch.num_parameters == oracle.num_parameters()
     assert torch.equal(whole_logits(actual, TOKENS), whole_logits(expected, TOKENS))
 

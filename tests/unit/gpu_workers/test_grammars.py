@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from config.grammar import TokenTable, write_token_table
+from gpu_workers.grammar_engine import GrammarEngine
 from gpu_workers.grammars import Grammars
 from gpu_workers.sampling import TokenMask, sample
 from ipc.codec import unpack_floats, unpack_ints
@@ -71,8 +72,9 @@ def allowed(grammars: Grammars, rows: list[int]) -> dict[int, list[int]]:
     mask = grammars.mask()
     if mask is None:
         return {}
-    assert mask.forbidden.shape == (len(mask.rows), SIZE)
-    return {rows[i]: np.flatnonzero(~mask.forbidden[at]).tolist() for at, i in enumerate(mask.rows.tolist())}
+    assert mask.limits.shape == (len(mask.rows), SIZE)
+    assert np.isinf(mask.limits).all()
+    return {rows[i]: np.flatnonzero(mask.limits[at] > 0).tolist() for at, i in enumerate(mask.rows.tolist())}
 
 
 def take(grammars: Grammars, row: int, token: int) -> tuple[bool, str]:
@@ -207,13 +209,38 @@ def test_no_token_table_fails_the_request_and_not_the_rank(tmp_path: Path) -> No
     assert take(grammars, 0, 1) == (False, "grammar: its matcher failed")
 
 
+class Panic(BaseException):
+    """As pyo3's PanicException, no Exception."""
+
+
+class PanickingEngine(GrammarEngine):
+    """llguidance with a bug."""
+
+    def matcher(self, grammar: str) -> Any:
+        if "z" in grammar:
+            raise Panic("in the constructor")
+        return super().matcher(grammar)
+
+    def limits(self, matchers: list[Any]) -> Any:
+        raise Panic("in a mask")
+
+
+def test_a_panic_in_the_library_fails_requests_and_not_the_rank(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_workers.grammar_engine.GrammarEngine", PanickingEngine)
+    for pattern in ("z", "a"):
+        grammars = Grammars(table, SIZE)
+        grammars.add(row_of(0, regex(pattern)))
+        assert allowed(grammars, [0]) == {}
+        assert take(grammars, 0, 1) == (False, "grammar: its matcher failed")
+
+
 def test_the_mask_decides_the_draw_and_not_the_log_probabilities() -> None:
     samplings = [spec(temperature=t, seed=5, logprobs=2) for t in (0.0, 1.0, 0.0, 1.0)]
-    forbidden = np.ones((2, VOCAB), dtype=np.bool_)
-    forbidden[:, [3, 8, 900]] = False
+    limits = np.full((2, VOCAB), -np.inf, dtype=np.float32)
+    limits[:, [3, 8, 900]] = np.inf
     logits = random_logits(4, 1)
     free_ids, free = sample(logits.clone(), simple_batch(samplings))
-    ids, logprobs = sample(logits.clone(), simple_batch(samplings), TokenMask(np.array([1, 2]), forbidden))
+    ids, logprobs = sample(logits.clone(), simple_batch(samplings), TokenMask(np.array([1, 2]), limits))
     assert [ids[0], ids[3]] == [free_ids[0], free_ids[3]]
     assert ids[1] in (3, 8, 900)
     assert ids[2] == max((3, 8, 900), key=lambda token: float(logits[2, token]))
@@ -229,11 +256,11 @@ def test_the_mask_decides_the_draw_and_not_the_log_probabilities() -> None:
 
 def test_a_masked_draw_follows_the_renormalised_distribution() -> None:
     """200 draws from three allowed tokens; chi-square with two degrees of freedom, p = 0.001 at 13.8."""
-    forbidden = np.ones((200, VOCAB), dtype=np.bool_)
-    forbidden[:, [3, 8, 900]] = False
+    limits = np.full((200, VOCAB), -np.inf, dtype=np.float32)
+    limits[:, [3, 8, 900]] = np.inf
     logits = random_logits(1, 2).repeat(200, 1)
     batch = simple_batch([spec(temperature=1.0, seed=seed) for seed in range(200)])
-    ids, _ = sample(logits.clone(), batch, TokenMask(np.arange(200), forbidden))
+    ids, _ = sample(logits.clone(), batch, TokenMask(np.arange(200), limits))
     weights = torch.softmax(logits[0, [3, 8, 900]], dim=-1).numpy()
     counts = np.array([(ids == token).sum() for token in (3, 8, 900)])
     assert counts.sum() == 200
@@ -242,9 +269,9 @@ def test_a_masked_draw_follows_the_renormalised_distribution() -> None:
 
 def test_where_nothing_is_left_the_id_says_so_and_others_are_untouched() -> None:
     samplings = [spec(temperature=t, seed=5, banned=[3], min_tokens=1) for t in (1.0, 1.0, 0.0)]
-    forbidden = np.ones((2, VOCAB), dtype=np.bool_)
-    forbidden[:, 3] = False
+    limits = np.full((2, VOCAB), -np.inf, dtype=np.float32)
+    limits[:, 3] = np.inf
     logits = random_logits(3, 1)
     free_ids, _ = sample(logits.clone(), simple_batch(samplings))
-    ids, _ = sample(logits.clone(), simple_batch(samplings), TokenMask(np.array([0, 2]), forbidden))
+    ids, _ = sample(logits.clone(), simple_batch(samplings), TokenMask(np.array([0, 2]), limits))
     assert ids.tolist() == [-1, free_ids[1], -1]

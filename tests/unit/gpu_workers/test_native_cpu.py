@@ -184,6 +184,11 @@ def test_int8_keys_and_values_are_not_left_out_where_the_kernels_fail(no_compile
         make_backend("cpu", "float32", 1, True, kv_dtype="int8")
 
 
+def test_threads_that_cannot_be_bound_to_their_cpus_end_the_start(native: None) -> None:
+    with pytest.raises(StartError, match=r"^--pin-threads: the system does not let .* bound to the CPUs 0, 100000$"):
+        make_backend("cpu", "float32", 2, True, cpus=(0, 100_000))
+
+
 def test_a_library_that_cannot_be_loaded_is_named(
     no_compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

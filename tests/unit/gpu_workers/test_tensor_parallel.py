@@ -17,13 +17,15 @@ TOKENS = list(range(0, 130, 3))
 RANK = """
 import sys
 from pathlib import Path
+import numpy as np
 from safetensors.torch import save_file
 from gpu_workers.comm import make_comm
 from tests.unit.gpu_workers.tiny import load_tiny, whole_logits
 rank, port, model, out, kernels = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5]
 comm = make_comm(rank, 2, port, timeout=60)
 model = load_tiny(model, comm=comm, kernels=kernels)
-save_file({"logits": whole_logits(model, list(range(0, 130, 3))).contiguous()}, out)
+logits = whole_logits(model, list(range(0, 130, 3))).contiguous()
+save_file({"logits": logits, "more": model.more_logits(np.array([30, 2])).contiguous()}, out)
 comm.close()
 """
 
@@ -56,6 +58,8 @@ def test_two_ranks_compute_what_one_does(settings: dict[str, bool], kernels: str
     finally:
         for rank in ranks:
             rank.kill()
-    logits = [load_file(out)["logits"] for out in outs]
+    results = [load_file(out) for out in outs]
+    logits = [result["logits"] for result in results]
+    assert all(torch.equal(result["more"], logits[0][[30, 2]]) for result in results), "also asked for afterwards"
     assert torch.equal(logits[0], logits[1])
     torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-4)

@@ -34,6 +34,10 @@ def save_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_eos_token_id(config.eos_token_id)
+    types = getattr(config, "layer_types", [])
+    if "sliding_attention" in types:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in types])
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     if rope_divisors is not None:
         writer.add_tensor("rope_freqs.weight", rope_divisors.numpy())

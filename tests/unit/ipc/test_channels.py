@@ -19,7 +19,7 @@ from ipc.channels import (
     new_incarnation,
 )
 from ipc.codec import Decoder, encode
-from ipc.messages import Abort, Hello, ModelInfo, Outputs, Stats, ToClient, ToTokenizer, Welcome
+from ipc.messages import Abort, EngineDetails, Hello, ModelInfo, Outputs, Stats, ToClient, ToTokenizer, Welcome
 
 WELCOME = Welcome(ModelInfo(("m",), 10, 20, 0, True))
 
@@ -381,6 +381,38 @@ def test_a_stats_subscriber_hears_of_the_loss_after_the_last_counters_and_finds_
             await until(lambda count=1 + (first == 100): events.count("lost") == count)
             assert events[-1] == "lost"
         subscriber.close()
+
+    asyncio.run(main())
+
+
+def test_a_stats_publisher_knows_whether_anybody_asks_for_details(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/stats"
+
+    async def main() -> None:
+        publisher = StatsPublisher(endpoint)
+        got: list[list[EngineDetails]] = [[], []]
+        subscribers = [StatsSubscriber(endpoint, lambda stats: None, lambda: None, each.append) for each in got]
+        for subscriber in subscribers:
+            subscriber.start()
+        await asyncio.sleep(0.05)
+        assert not publisher.watched
+        for subscriber in subscribers:
+            subscriber.ask_for_details(True)
+        await until(lambda: publisher.watched)
+
+        def send() -> bool:
+            publisher.send_details(EngineDetails(7.0, (), (), 0))
+            return bool(got[0] and got[1])
+
+        await until(send)
+        assert got[0][0] == got[1][0] == EngineDetails(7.0, (), (), 0)
+        subscribers[0].ask_for_details(False)
+        await asyncio.sleep(0.05)
+        assert publisher.watched, "the other one still looks"
+        subscribers[1].close()  # gone without a word
+        await until(lambda: not publisher.watched)
+        subscribers[0].close()
+        publisher.close()
 
     asyncio.run(main())
 

@@ -81,7 +81,23 @@ def test_the_huge_number_that_version_1_writes_for_no_limit_is_none(tmp_path: Pa
 def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:
     cpus = os.sched_getaffinity(0)
     files = {f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": "0-99\n" for cpu in cpus}
-    assert look_around(lay_out(tmp_path, files)).cores == 1
+    machine = look_around(lay_out(tmp_path, files))
+    assert machine.cores == 1
+    assert machine.core_cpus == (min(cpus),)
+
+
+def test_one_cpu_of_each_core_socket_by_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = {0: ("0,4", 0), 1: ("1,5", 1), 2: ("2,6", 0), 4: ("0,4", 0), 7: ("3,7", 1)}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(topology))
+    files = {}
+    for cpu, (siblings, socket) in topology.items():
+        folder = f"sys/devices/system/cpu/cpu{cpu}/topology"
+        files |= {f"{folder}/thread_siblings_list": f"{siblings}\n", f"{folder}/physical_package_id": f"{socket}\n"}
+    machine = look_around(lay_out(tmp_path, files))
+    assert machine.cores == 4
+    assert machine.core_cpus == (0, 2, 1, 7)
+    monkeypatch.delattr(os, "sched_setaffinity")
+    assert look_around(tmp_path).core_cpus == ()
 
 
 @pytest.mark.parametrize(
@@ -95,31 +111,6 @@ def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:
 )
 def test_bfloat16_instructions(tmp_path: Path, cpuinfo: str, has_bfloat16: bool) -> None:
     assert look_around(lay_out(tmp_path, {"proc/cpuinfo": cpuinfo})).has_bfloat16 is has_bfloat16
-
-
-@pytest.mark.parametrize(
-    ("named", "programs", "found"),
-    [
-        (None, (), False),
-        (None, ("cc",), False),
-        (None, ("clang++",), True),
-        (None, ("g++",), True),
-        ("my-c++ -m64", ("my-c++",), True),
-        ("my-c++", ("g++",), False),  # another than the one asked for would be a surprise
-        ("", ("c++",), True),
-    ],
-)
-def test_a_compiler_is_looked_for_by_name(
-    named: str | None, programs: tuple[str, ...], found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for program in programs:
-        (tmp_path / program).touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if named is None:
-        monkeypatch.delenv("CXX", raising=False)
-    else:
-        monkeypatch.setenv("CXX", named)
-    assert look_around(tmp_path).has_compiler is found
 
 
 def test_gpus_are_counted_by_device_nodes_or_by_the_driver_and_can_be_hidden(tmp_path: Path) -> None:

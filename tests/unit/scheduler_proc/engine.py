@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from config.schema import SchedulerConfig
-from ipc.codec import pack_ints, unpack_ints
+from ipc.codec import pack_ints, unpack_floats, unpack_ints
 from ipc.messages import Failed, RowOutput, SamplingSpec, StepPlan, Submit
 from scheduler_proc.batching import Batching
 from scheduler_proc.core import SchedulerCore
@@ -82,6 +82,7 @@ class Engine:
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
         self.cached: dict[int, int] = {}
+        self.scores: dict[int, list[float]] = {}  # log-probabilities of prompts
         self.failures: dict[int, Failed] = {}
         self.silenced: set[int] = set()  # aborted or stopped from outside: nothing may come for them any more
         self.handle(EngineReady(0.0))
@@ -106,6 +107,14 @@ class Engine:
             self.given_up.append(command)
             return
         assert command.peer == PEER
+        # The receiver takes the rows first, and the plain ones then.
+        for row in command.outputs.rows:
+            if isinstance(row, RowOutput) and row.prompt_scores is not None:
+                self._check_live(row.request_id)
+                scores = self.scores.setdefault(row.request_id, [])
+                assert row.prompt_scores.first == len(scores) + 1, "once, in order, and none missing"
+                assert row.request_id not in self.outputs, "before any output"
+                scores += unpack_floats(row.prompt_scores.chosen)
         plain_tokens = unpack_ints(command.outputs.plain_tokens)
         plain_ids = memoryview(command.outputs.plain_ids).cast("q")
         for request_id, token in zip(plain_ids, plain_tokens, strict=True):
@@ -118,6 +127,8 @@ class Engine:
                 self.ends[row.request_id] = "failed"
                 continue
             assert isinstance(row, RowOutput)
+            if row.prompt_scores is not None:
+                continue
             self.outputs.setdefault(row.request_id, []).extend(unpack_ints(row.token_ids))
             self.cached[row.request_id] = row.cached_tokens
             if row.finish is not None:
@@ -140,6 +151,7 @@ class Engine:
     ) -> None:
         self.time += 0.001
         self.submitted[request_id] = (prompt, max_tokens, frozenset(stops), min_tokens)
+        sampling = msgspec.structs.replace(GREEDY, prompt_logprobs=0) if fields.get("score_prompt") else GREEDY
         submit = Submit(
             request_id, pack_ints(prompt), max_tokens, min_tokens, pack_ints(stops), sampling, namespace, **fields
         )

@@ -6,10 +6,11 @@ function of the tokens so far: whatever scheduling does, a request's tokens must
 """
 
 import hashlib
+import struct
 from array import array
 
 from ipc.codec import unpack_ints
-from ipc.messages import StepPlan, StepResult
+from ipc.messages import NewRow, PromptScores, StepPlan, StepResult
 
 VOCABULARY = 50
 
@@ -21,6 +22,21 @@ def _digest(previous: bytes, token: int) -> bytes:
 def next_token(digest: bytes) -> int:
     """What the "model" samples after a sequence with this digest; id 0 (the end of sequence) now and then."""
     return int.from_bytes(digest, "little") % VOCABULARY
+
+
+def score(digest: bytes) -> float:
+    """The "log-probability" of a sequence's last token, from the sequence's digest."""
+    return -float(int.from_bytes(digest[:2], "little"))
+
+
+def prompt_scores(prompt: list[int]) -> list[float]:
+    """What a request must be told of its prompt, computed from scratch."""
+    digest = b""
+    scores = []
+    for token in prompt:
+        digest = _digest(digest, token)
+        scores.append(score(digest))
+    return scores[1:]
 
 
 def continuation(prompt: list[int], max_tokens: int, stops: frozenset[int], min_tokens: int = 0) -> list[int]:
@@ -53,6 +69,8 @@ class FakeWorker:
         self.max_seqs = max_seqs
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
+        self.scored: dict[int, NewRow] = {}  # rows that want log-probabilities of their prompts
+        self.num_scored = 0
         self.next_step = 0
         self.max_tokens_seen = 0
 
@@ -66,6 +84,9 @@ class FakeWorker:
             assert 0 <= new.row < self.max_seqs
             self.tokens[new.row] = list(unpack_ints(new.token_ids))
             self.tables[new.row] = list(unpack_ints(new.block_ids))
+            self.scored.pop(new.row, None)
+            if new.sampling.prompt_logprobs >= 0:
+                self.scored[new.row] = new
         grown = unpack_ints(plan.new_blocks)
         for row, index, block in zip(grown[::3], grown[1::3], grown[2::3], strict=True):
             assert index == len(self.tables[row])
@@ -78,7 +99,9 @@ class FakeWorker:
         written: set[int] = set()
         sampled = array("i")
         total = 0
-        for row, start, count, sample in zip(columns[::4], columns[1::4], columns[2::4], columns[3::4], strict=True):
+        scores = []
+        entries = zip(columns[::4], columns[1::4], columns[2::4], columns[3::4], strict=True)
+        for index, (row, start, count, sample) in enumerate(entries):
             assert row not in seen
             seen.add(row)
             assert count > 0
@@ -92,6 +115,8 @@ class FakeWorker:
                 assert slot not in written, "two rows write one slot in one step"
                 written.add(slot)
                 self.pool[slot] = digest
+            if row in self.scored:
+                scores += self._scores(index, self.scored[row], start, start + count)
             if sample:
                 assert start + count == len(tokens), "only the end of the known tokens can be sampled after"
                 token = next_token(digest)
@@ -100,7 +125,20 @@ class FakeWorker:
         if plan.step % 2:
             self._copy(plan)
         self.max_tokens_seen = max(self.max_tokens_seen, total)
-        return StepResult(plan.step, sampled.tobytes())
+        return StepResult(plan.step, sampled.tobytes(), prompt_scores=tuple(scores))
+
+    def _scores(self, index: int, new: NewRow, start: int, end: int) -> list[PromptScores]:
+        """Of the tokens after the positions of a chunk, as far as they are the prompt's and not known already."""
+        positions = range(max(start, new.num_scored), min(end, new.num_prompt - 1))
+        if not positions:
+            return []
+        self.num_scored += len(positions)
+        digests = [self.pool[self._slot(new.row, position)] for position in positions]
+        values = [
+            score(_digest(digest, self.tokens[new.row][position + 1]))
+            for digest, position in zip(digests, positions, strict=True)
+        ]
+        return [PromptScores(index, positions[0] + 1, struct.pack(f"<{len(values)}f", *values), b"", b"", b"")]
 
     def _check_copies(self, plan: StepPlan) -> set[int]:
         """The KV blocks that the plan copies; each block, here and on the host, takes part in one copy at most."""

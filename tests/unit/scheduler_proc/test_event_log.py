@@ -8,6 +8,7 @@ import stat
 import struct
 from array import array
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from config.schema import SchedulerConfig
 from ipc.codec import pack_ints, unpack_ints
-from ipc.messages import RowFailure, RowOutput, SamplingSpec, StepPlan, StepResult, Submit
+from ipc.messages import NewRow, PromptScores, RowFailure, RowOutput, SamplingSpec, StepPlan, StepResult, Submit
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.event_log import MAGIC, EventLog, EventLogError, Header, Recorder, create, digest_of
 from scheduler_proc.events import (
@@ -39,9 +40,10 @@ from tools.simulate.replay import replay
 
 PEERS = (b"tok0", b"tok1")
 VOCABULARY = 1 << 30
-FIRST_ID = 0x2A2B0000  # real ids are large, so that their bytes cannot turn up in a log by chance
+FIRST_ID = 0x2A2B1C1D  # real ids are large, so that their bytes cannot turn up in a log by chance
 END = FIRST_ID + 7
 BLOCKS = 18
+SCORE = b"\x11\x22\x33\x44"  # a float32
 SAMPLING = SamplingSpec(0.0, 0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, b"", b"", 0, b"", -1)
 
 
@@ -60,11 +62,12 @@ class Recorded:
         self.random = random.Random(seed)
         self.choices = (1,) if seed % 4 == 0 else (1, 1, 1, 2, 3, 4, 5, 6, 7)  # some models do nothing but loop
         self.plans: deque[StepPlan] = deque()
+        self.rows: dict[int, NewRow] = {}
         self.time = 100.0
         self.num_plans = 0
         self.prompts: list[list[int]] = []
         self.outputs: dict[tuple[bytes, int], list[int]] = {}
-        self.finished: dict[tuple[bytes, int], str] = {}
+        self.finished: list[str] = []  # an id may be used again once its request has ended
         self.next_id = 0
         self.ready = False
 
@@ -80,7 +83,7 @@ class Recorded:
                     if isinstance(row, RowOutput):
                         self.outputs[command.peer, row.request_id].extend(unpack_ints(row.token_ids))
                         if row.finish is not None:
-                            self.finished[command.peer, row.request_id] = row.finish
+                            self.finished.append(row.finish)
 
     def advance(self) -> float:
         self.time += self.random.choice((0.0, 0.001, 0.4))
@@ -100,19 +103,21 @@ class Recorded:
             self.next_id += 1
         key = (peer, self.next_id)
         self.outputs.setdefault(key, [])
+        score_prompt = pick.random() < 0.2
         submit = Submit(
             self.next_id,
             pack_ints(prompt),
             pick.choice((1, 8, 30, 40)),
             pick.choice((0, 3)),
             pack_ints((END,)),
-            SAMPLING,
+            msgspec.structs.replace(SAMPLING, prompt_logprobs=0) if score_prompt else SAMPLING,
             namespace=pick.choice(("", "salt-of-somebody")),
             external_id="call-4711-of-somebody",
             tenant=pick.choice(("", "acme-corp", "umbrella-corp")),
             priority=pick.randint(-1, 1),
             stop_on_loop=pick.choice((0, 3)),
             cache_pin_seconds=pick.choice((0.0, 0.0, 1.0)),
+            score_prompt=score_prompt,
         )
         self.handle(Arrived(self.advance(), peer, submit))
 
@@ -122,10 +127,29 @@ class Recorded:
         plan = self.plans.popleft()
         sampled = sum(unpack_ints(plan.scheduled)[3::4])
         tokens = [FIRST_ID + self.random.choice(self.choices) for _ in range(sampled)]
+        scores = tuple(self.scores(plan))
         completed = tuple(index for index in range(sampled) if self.random.random() < 0.02)
         failed = tuple(RowFailure(index, "of somebody") for index in range(sampled) if self.random.random() < 0.02)
-        result = StepResult(plan.step, pack_ints(tokens), forward_us=7_000, completed=completed, failed=failed)
+        result = StepResult(
+            plan.step,
+            pack_ints(tokens),
+            forward_us=7_000,
+            prompt_scores=scores,
+            completed=completed,
+            failed=failed,
+        )
         self.handle(StepDone(self.advance(), result))
+
+    def scores(self, plan: StepPlan) -> Iterator[PromptScores]:
+        """What a worker would say of the prompts of this step."""
+        for new in plan.new_rows:
+            self.rows[new.row] = new
+        columns = unpack_ints(plan.scheduled)
+        for index, (row, start, count) in enumerate(zip(columns[::4], columns[1::4], columns[2::4], strict=True)):
+            new = self.rows[row]
+            first, end = max(start, new.num_scored), min(start + count, new.num_prompt - 1)
+            if new.sampling.prompt_logprobs >= 0 and first < end:
+                yield PromptScores(index, first + 1, SCORE * (end - first), b"", b"", b"")
 
     def live(self) -> tuple[bytes, int]:
         keys = list(self.core.requests)
@@ -221,6 +245,7 @@ def test_no_id_and_no_name_is_in_the_log(folder: Path, seed: int, actions: list[
     data = path.read_bytes()
     for name in (b"somebody", b"acme", b"umbrella", os.fsencode(path)):
         assert name not in data
+    assert SCORE not in data
     for token in [*range(FIRST_ID, FIRST_ID + 9)]:
         assert struct.pack("<i", token) not in data
         assert struct.pack(">i", token) not in data

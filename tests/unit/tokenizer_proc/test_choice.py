@@ -161,6 +161,23 @@ def test_logprobs_have_token_text_and_bytes() -> None:
     assert [(alternative.token, alternative.logprob) for alternative in entries[0].top] == [("a", -0.5), ("h", -1.5)]
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_offsets_count_characters_of_the_text(skip: bool) -> None:
+    """Not bytes, and nothing for special tokens that have no text."""
+    pieces = [token("a"), *VOCABULARY.encode("é", add_special_tokens=False), END]
+    pieces += [*VOCABULARY.encode("🌶", add_special_tokens=False), token("h")]
+    run = Run(SamplingParams(logprobs=0, skip_special_tokens=skip))
+    run.take(*(row(one, logprobs=(raw(-1.0),)) for one in pieces), row(finish="length"))
+    special = "" if skip else "<|end|>"
+    assert run.text == f"aé{special}🌶h"
+    data = b""
+    for entry in (entry for delta in run.deltas for entry in delta.logprobs):
+        whole = data.decode("utf-8", "ignore")  # the characters that are complete before this token
+        assert entry.offset == len(whole)
+        data += b"" if skip and entry.chosen.token_id == END else entry.chosen.token_bytes
+    assert data.decode() == run.text
+
+
 def test_logprobs_do_not_tell_a_held_stop_string() -> None:
     run = Run(SamplingParams(logprobs=2, stop=("DEFh",)))
     run.take(row(token("a"), logprobs=(raw(-1.0),)), row(token("DEF"), logprobs=(raw(-2.0),)))

@@ -34,6 +34,7 @@ from ipc.messages import (
 )
 from tests.unit.tokenizer_proc.vocabularies import byte_level_vocabulary
 from tokenizer_proc.encoding import Prompt, PromptEncoder
+from tokenizer_proc.grammars import GrammarCompiler
 from tokenizer_proc.ingress import Limits
 from tokenizer_proc.service import Service
 
@@ -72,6 +73,8 @@ class Bench:
         max_queue_requests: int = 1000,
         max_queue_tokens: int = 100_000,
         stop_on_loop: int = 0,
+        max_new_tokens: int | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.sent: list[tuple[bytes, ToClient]] = []
         self.asked: list[ToScheduler] = []
@@ -80,11 +83,12 @@ class Bench:
         self.service = Service(
             VOCABULARY,
             encoder or PromptEncoder(VOCABULARY, None, model.max_model_len),
-            Limits(model, (EOS,), pool_tokens, max_queue_requests, max_queue_tokens, stop_on_loop),
+            Limits(model, (EOS,), pool_tokens, max_queue_requests, max_queue_tokens, stop_on_loop, max_new_tokens),
             max_encoding=2,
             to_client=lambda peer, message: self.sent.append((peer, message)) is None,
             to_scheduler=self._ask,
             on_idle=self._on_idle,
+            grammars=grammars,
         )
         if ready:
             self.service.scheduler_ready()

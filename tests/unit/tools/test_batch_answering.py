@@ -1,6 +1,7 @@
 """Which answers of the engine a batch takes for the answer, and which it asks for again."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from msgspec import Raw
 
 from ipc.client import AsyncClient, Stream
-from ipc.messages import Delta, Failed, Finished, ModelInfo
+from ipc.messages import Delta, Failed, Finished, ModelInfo, PromptInfo
 from tools.batch import answering
 from tools.batch.answering import Answerer
 from tools.batch.errors import BatchError
@@ -45,6 +46,8 @@ class ScriptedClient(AsyncClient):
         if status != 200:
             stream._put(Failed(self.sent, status, "no", "server_error", retry_after=1.0))
             return stream
+        if named.get("return_prompt"):
+            stream._put(PromptInfo(self.sent, b"\5\0\0\0", "x", b"", "x"))
         stream._put(Delta(self.sent, 0, "text", b"\1\0\0\0"))
         stream._put(Finished(self.sent, 0, "stop", None, 1, 1, 0))
         return stream
@@ -94,6 +97,15 @@ def test_other_errors_are_answers(status: int) -> None:
     client = ScriptedClient(status)
     assert status_of(client) == status
     assert client.sent == 1
+
+
+def test_a_line_may_ask_for_its_prompt() -> None:
+    line = BatchLine(
+        "c", "/v1/completions", Raw(b'{"model": "tiny", "prompt": "x", "echo": true, "return_token_ids": true}')
+    )
+    answer = asyncio.run(Answerer(ScriptedClient(200), MODEL).answer(line))
+    (choice,) = json.loads(answer.body)["choices"]
+    assert (choice["text"], choice["prompt_token_ids"], choice["token_ids"]) == ("xtext", [5], [1])
 
 
 def test_a_wrong_request_is_not_sent() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kernels.cpu.build import find_compiler
+from kernels.cpu.build import detect_isa, find_compiler
 from tests.conftest import REPOSITORY
 from tests.unit.gpu_workers.tiny import save_tiny
 from tools.bench_engine import __main__ as bench_engine
@@ -32,6 +32,13 @@ def run_tool(model: Path, written: Path, *arguments: str) -> tuple[subprocess.Co
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done, json.loads(written.read_text())
+
+
+def weight_bytes() -> int:
+    """Of the float32 weights of all layers and of the head: their rows fill panels, whose size the instructions set."""
+    panel = 32 if detect_isa() == "avx512" else 16
+    qkv, hidden, head = (-(-rows // panel) * panel for rows in (80, HIDDEN, VOCABULARY))
+    return 4 * (LAYERS * (qkv * HIDDEN + hidden * 48 + 256 * HIDDEN + hidden * FFN) + head * HIDDEN)
 
 
 def check_times(result: dict[str, Any]) -> None:
@@ -59,14 +66,31 @@ def test_native_steps_are_compared_with_the_limits(tiny: Path, tmp_path: Path) -
     products = 2 * (64 * LAYERS * LAYER_VALUES + VOCABULARY * HIDDEN)
     attention = 4 * LAYERS * HEADS * HEAD_DIM * (64 * 65 // 2)
     assert prefill["work"]["float32_operations"] == products + attention
-    # float32 weights, whose panels have 16 rows, and float16 keys and values of three contexts
+    # float32 weights, and float16 keys and values of three contexts
     decode = results["decode", 3]
-    weights = 4 * (LAYERS * LAYER_VALUES + 144 * HIDDEN)
     kv = 2 * 2 * LAYERS * KV_HEADS * HEAD_DIM * 3 * decode["context"]
-    assert decode["work"]["num_bytes"] == pytest.approx(weights + kv)
+    assert decode["work"]["num_bytes"] == pytest.approx(weight_bytes() + kv)
     assert decode["context"] > 20
     rows = [line.split()[:2] for line in done.stdout.splitlines() if line.startswith(("prefill", "decode"))]
     assert rows == [["prefill", "40"], ["prefill", "64"], ["decode", "1"], ["decode", "3"]]
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+def test_what_windows_hide_is_no_work(tmp_path: Path) -> None:
+    """Of three layers, the last has a window of 16."""
+    settings = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
+    save_tiny(tmp_path, "qwen2", max_position_embeddings=512, **settings)
+    arguments = ["--kernels", "native", "--seconds", "0.02", "--threads", "1", "--context", "20"]
+    _, content = run_tool(tmp_path, tmp_path / "results.json", *arguments, "--prefill", "40", "--decode", "2")
+    prefill, decode = content["results"]
+    # the first 16 queries of the last layer see those up to themselves, the other 24 see 16
+    seen = 2 * (40 * 41 // 2) + 16 * 17 // 2 + 24 * 16
+    products = 2 * (40 * LAYERS * LAYER_VALUES + VOCABULARY * HIDDEN)
+    assert prefill["work"]["float32_operations"] == products + 4 * HEADS * HEAD_DIM * seen
+    layer_bytes = 2 * 2 * KV_HEADS * HEAD_DIM
+    assert prefill["work"]["num_bytes"] == pytest.approx(weight_bytes() + 3 * 40 * layer_bytes), "all are read once"
+    assert decode["context"] > 20
+    assert decode["work"]["num_bytes"] == pytest.approx(weight_bytes() + 2 * (2 * decode["context"] + 16) * layer_bytes)
 
 
 def test_torch_steps_have_times_only(tiny: Path, tmp_path: Path) -> None:

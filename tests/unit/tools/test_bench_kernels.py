@@ -27,10 +27,14 @@ WORK = {
     "linear/int8/960x576/1": (120 * 18 * 272, 0, 2 * 960 * 576, 0),
     "gated/bfloat16/3072x576/1": (3072 * 576 * 2, 2 * 3072 * 576, 0, 0),
     "logits/int4/49152x576/1": (6144 * 18 * 160, 0, 0, 2 * 49152 * 576),
+    "greedy/int4/49152x576/8": (6144 * 18 * 160, 0, 0, 2 * 8 * 49152 * 576),
     "norm/576/8": (4 * (2 * 8 * 576 + 576), 5 * 8 * 576, 0, 0),
     "rope/float32/8": (4 * 8 * 960, 3 * 8 * 768, 0, 0),
     "decode/bfloat16/8x128": (8 * 128 * 384 * 2, 4 * 8 * 128 * 576, 0, 0),
     "prefill/float32/512@0": (512 * 384 * 4, 4 * 576 * (512 * 513 // 2), 0, 0),
+    "decode/float16/8x4096w1024": (8 * 1024 * 384 * 2, 4 * 8 * 1024 * 576, 0, 0),
+    # the first of 512 queries, at 1536, sees from 513 on
+    "prefill/int8/512@1536w1024": ((2048 - 513) * 2 * 3 * 68, 4 * 576 * 512 * 1024, 0, 0),
     "embed/bfloat16/49152x576/8": (8 * 576 * 2, 0, 0, 0),
 }
 
@@ -61,10 +65,10 @@ def test_every_kernel_has_cases_and_every_case_a_name() -> None:
     assert len(set(names)) == len(names)
     kernels = Counter(name.split("/")[0] for name in names)
     rows = 6
-    assert kernels["gated"] == kernels["logits"] == 4 * rows
+    assert kernels["gated"] == kernels["logits"] == kernels["greedy"] == 4 * rows
     assert kernels["linear"] == 3 * 4 * rows
-    assert kernels["decode"] == 4 * 9
-    assert kernels["prefill"] == 4 * 2
+    assert kernels["decode"] == 4 * (9 + 3)
+    assert kernels["prefill"] == 4 * (2 + 1)
     assert {"norm", "rope", "embed"} < set(kernels)
 
 

@@ -84,7 +84,7 @@ def test_lengths_are_scaled_and_never_empty(tmp_path: Path) -> None:
 def test_help_names_every_drill() -> None:
     command = [sys.executable, "-m", "tools.drills", "--help"]
     text = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
-    assert all(name in text for name in ("itl", "slo", "shortage", "soak", "overhead", "start"))
+    assert all(name in text for name in ("itl", "slo", "shortage", "soak", "overhead", "start", "grammars"))
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,92 @@
+"""The bounds of requests in the words of JSON Schema, for the OpenAPI document. `ipc.validation` is what enforces them.
+
+What depends on the model (token ids, `top_k`, lengths) has only the part here that does not.
+"""
+
+from typing import Any
+
+from ipc import validation
+
+from . import requests
+
+_INT64 = 1 << 63
+_TOKEN_ID = {"minimum": 0, "maximum": (1 << 31) - 1}
+_PENALTY = {"minimum": -validation.MAX_PENALTY, "maximum": validation.MAX_PENALTY}
+_LENGTH = {"minimum": 1, "maximum": _INT64 - 1}
+_LOGPROBS = {"minimum": 0, "maximum": validation.MAX_LOGPROBS}
+
+# By property and JSON type: a property may be of several, such as `logprobs` of the two endpoints.
+_BOUNDS: dict[str, dict[str, dict[str, Any]]] = {
+    "max_tokens": {"integer": _LENGTH},
+    "max_completion_tokens": {"integer": _LENGTH},
+    "max_output_tokens": {"integer": _LENGTH},
+    "stop_sequences": {
+        "array": {
+            "maxItems": validation.MAX_STOP_STRINGS,
+            "items": {"type": "string", "maxLength": validation.MAX_STOP_BYTES},
+        },
+    },
+    "min_tokens": {"integer": {"minimum": 0, "maximum": _INT64 - 1}},
+    "temperature": {"number": {"minimum": 0, "maximum": validation.MAX_TEMPERATURE}},
+    "top_p": {"number": {"exclusiveMinimum": 0, "maximum": 1}},
+    "min_p": {"number": {"minimum": 0, "maximum": 1}},
+    "top_k": {"integer": {"minimum": -1, "maximum": (1 << 31) - 1}},
+    "n": {"integer": {"minimum": 1, "maximum": validation.MAX_CHOICES}},
+    "seed": {"integer": {"minimum": -_INT64, "maximum": _INT64 - 1}},
+    "presence_penalty": {"number": _PENALTY},
+    "frequency_penalty": {"number": _PENALTY},
+    "repetition_penalty": {
+        "number": {"minimum": validation.MIN_REPETITION_PENALTY, "maximum": validation.MAX_REPETITION_PENALTY}
+    },
+    "logit_bias": {
+        "object": {
+            "maxProperties": validation.MAX_LOGIT_BIAS,
+            "propertyNames": {"pattern": "^[0-9]{1,19}$"},
+            "additionalProperties": {
+                "type": "number",
+                "minimum": -validation.MAX_BIAS,
+                "maximum": validation.MAX_BIAS,
+            },
+        }
+    },
+    "stop": {
+        "string": {"maxLength": validation.MAX_STOP_BYTES},
+        "array": {
+            "maxItems": validation.MAX_STOP_STRINGS,
+            "items": {"type": "string", "maxLength": validation.MAX_STOP_BYTES},
+        },
+    },
+    "stop_token_ids": {
+        "array": {"maxItems": validation.MAX_STOP_TOKENS, "items": {"type": "integer", **_TOKEN_ID}},
+    },
+    "allowed_token_ids": {"array": {"maxItems": (1 << 31) - 1, "items": {"type": "integer", **_TOKEN_ID}}},
+    "bad_words": {
+        "array": {
+            "maxItems": validation.MAX_BAD_WORDS,
+            "items": {"type": "string", "maxLength": validation.MAX_BAD_WORD_BYTES},
+        },
+    },
+    "prompt_logprobs": {"integer": _LOGPROBS},
+    "tokens": {"array": {"maxItems": validation.MAX_DETOKENIZE, "items": {"type": "integer", **_TOKEN_ID}}},
+    "logprobs": {"integer": _LOGPROBS},
+    "top_logprobs": {"integer": _LOGPROBS},
+    "stop_on_loop": {"integer": {"minimum": 0, "maximum": validation.MAX_LOOP_REPEATS, "not": {"const": 1}}},
+    "priority": {"integer": {"minimum": -validation.MAX_PRIORITY, "maximum": validation.MAX_PRIORITY}},
+    "ttft_target_ms": {
+        "number": {"minimum": validation.MIN_TTFT_TARGET_MS, "maximum": validation.MAX_TTFT_TARGET_MS},
+    },
+    "cache_pin_seconds": {"number": {"minimum": 0, "maximum": validation.MAX_PIN_SECONDS}},
+    "cache_salt": {"string": {"maxLength": requests.MAX_SALT}},
+    "messages": {"array": {"minItems": 1, "maxItems": validation.MAX_MESSAGES}},
+    "content": {"array": {"maxItems": requests.MAX_PARTS}},
+    "name": {"string": {"maxLength": validation.MAX_NAME}},
+    "prompt": {"string": {"minLength": 1}, "array": {"minItems": 1}},
+}
+
+
+def add_bounds(schema: dict[str, Any]) -> None:
+    """Write the bounds into a request's schema."""
+    for name, property in schema.get("properties", {}).items():
+        bounds = _BOUNDS.get(name, {})
+        for branch in (property, *property.get("anyOf", ())):
+            branch.update(bounds.get(branch.get("type"), {}))

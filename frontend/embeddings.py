@@ -1,0 +1,84 @@
+"""POST /v1/embeddings: hidden states of the last token of each input, of length 1."""
+
+import asyncio
+import base64
+
+import msgspec
+from aiohttp import web
+
+from ipc.client import EMBEDDING_PARAMS, RequestFailed, RequestOptions
+from ipc.codec import unpack_floats
+from ipc.messages import Finished, ModelInfo, TextPrompt, TokenPrompt
+from ipc.validation import InvalidRequest, check_characters, validate_options, validate_prompt
+
+from .body import decode_body, read_body
+from .errors import ApiError
+from .middleware import note_ignored
+from .protocol import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage, embedding_decoder
+from .requests import MAX_SALT, check_model, prompts_of
+from .service import SERVICE
+from .tenant import namespace_of, tenant_of
+
+
+async def embeddings(request: web.Request) -> web.Response:
+    """POST /v1/embeddings"""
+    service = request.app[SERVICE]
+    model = service.model_for_new_request()
+    body, unknown = decode_body(await read_body(request, service.max_body_bytes), embedding_decoder)
+    note_ignored(request, unknown)
+    inputs = _inputs(body, model)
+    service.model_for_new_request()  # a drain may have begun while the body was read
+    tenant = tenant_of(request)
+    options: RequestOptions = {
+        "external_id": request["id"],
+        "priority": body.priority or 0,
+        "tenant": tenant,
+        "namespace": namespace_of(tenant, body.cache_salt or ""),
+    }
+    with service.running():
+        tasks = [asyncio.ensure_future(service.client.embed(prompt, **options)) for prompt in inputs]
+        try:
+            answers = await asyncio.gather(*tasks)
+        except RequestFailed as error:
+            raise _renamed(ApiError.of_failed(error.failed)) from None
+        finally:
+            # Also reached when the client leaves, or one of several fails.
+            for task in tasks:
+                task.cancel()
+    return web.Response(body=_answer(body, answers), content_type="application/json")
+
+
+def _inputs(body: EmbeddingRequest, model: ModelInfo) -> tuple[TextPrompt | TokenPrompt, ...]:
+    check_model(body.model, model)
+    if body.dimensions is not None:
+        raise ApiError(400, "dimensions is not supported: this model's embeddings have one size", param="dimensions")
+    inputs = prompts_of(body.input, "input")
+    try:
+        validate_options(priority=body.priority or 0)
+        check_characters("cache_salt", body.cache_salt or "", MAX_SALT)
+        for prompt in inputs:
+            validate_prompt(prompt, EMBEDDING_PARAMS, model)
+    except InvalidRequest as error:
+        raise _renamed(ApiError.of_invalid(error)) from None
+    return inputs
+
+
+def _renamed(error: ApiError) -> ApiError:
+    """The engine speaks of a prompt, and of the one token that it counts as its output."""
+    if error.body.param in ("prompt", "max_tokens"):
+        error.body.message = f"input: {error.body.message}"
+        error.body.param = "input"
+    return error
+
+
+def _answer(body: EmbeddingRequest, answers: list[Finished]) -> bytes:
+    base64_wanted = body.encoding_format == "base64"
+    data = [
+        Embedding(
+            index,
+            base64.b64encode(answer.embedding).decode() if base64_wanted else list(unpack_floats(answer.embedding)),
+        )
+        for index, answer in enumerate(answers)
+    ]
+    tokens = sum(answer.prompt_tokens for answer in answers)
+    return msgspec.json.encode(EmbeddingResponse(data, body.model, EmbeddingUsage(tokens, tokens)))

@@ -1,0 +1,50 @@
+"""The routes of the Responses API."""
+
+import msgspec
+from aiohttp import web
+
+from ..body import decode_body, read_body
+from ..errors import ApiError
+from ..handlers import generate, json_response
+from ..middleware import note_ignored
+from ..requests import chat_job
+from ..service import SERVICE
+from ..tokenize import count_chat
+from .objects import InputTokens
+from .protocol import responses_decoder
+from .render import ResponsesRenderer
+from .request import ignored, translate
+
+
+async def create_response(request: web.Request) -> web.StreamResponse:
+    """POST /v1/responses"""
+    service = request.app[SERVICE]
+    model = service.model_for_new_request()
+    body, unknown = decode_body(await read_body(request, service.max_body_bytes), responses_decoder)
+    note_ignored(request, ignored(body, model) + unknown)
+    chat, names = translate(body, model)
+    try:
+        job = chat_job(chat, model)
+        return await generate(request, job, ResponsesRenderer(job, body, names, job.output_format.parser()))
+    except ApiError as error:
+        raise names.translate(error) from None
+
+
+async def count_input_tokens(request: web.Request) -> web.StreamResponse:
+    """POST /v1/responses/input_tokens: of the request that this is the body of."""
+    service = request.app[SERVICE]
+    model = service.model()
+    body, unknown = decode_body(await read_body(request, service.max_body_bytes), responses_decoder)
+    note_ignored(request, ignored(body, model) + unknown)
+    chat, names = translate(body, model)
+    try:
+        count = await count_chat(service, chat_job(chat, model))
+    except ApiError as error:
+        raise names.translate(error) from None
+    return json_response(msgspec.json.encode(InputTokens(count)))
+
+
+async def stored_response(request: web.Request) -> web.StreamResponse:
+    """Any request about a response that was made before."""
+    name = request.match_info["id"].partition("/")[0]
+    raise ApiError(404, f"there is no response {name[:200]!r}: responses are not stored here", code="not_found")

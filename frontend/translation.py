@@ -1,0 +1,96 @@
+"""Other APIs' requests as chat requests, and errors about those in the words of what the client sent."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ipc.messages import ModelInfo
+
+from .body import invalid_body
+from .errors import ApiError
+from .protocol import ChatRequest
+
+
+class ExtraFields(Struct, kw_only=True):
+    """Fields of chat requests beyond OpenAI's that the other APIs take under the same names."""
+
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_on_loop: int | None = None
+    priority: int | None = None
+    ttft_target_ms: float | None = None
+    cache_pin_seconds: float | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def extra(self) -> dict[str, Any]:
+        """Those that are given."""
+        values = {name: getattr(self, name) for name in ExtraFields.__struct_fields__}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Names:
+    """Which of the client's parameters each parameter of the chat request came from."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        """`names`: of a chat parameter, with all that is under it, to the client's."""
+        self._names = dict(names)
+
+    def add(self, chat: str, client: str) -> None:
+        """One more parameter."""
+        self._names[chat] = client
+
+    def of(self, param: str) -> str:
+        """The client's name of a chat parameter; the longest prefix that is known decides."""
+        for end in sorted({len(param), *(found.start() for found in re.finditer(r"[.\[]", param))}, reverse=True):
+            if (client := self._names.get(param[:end])) is not None:
+                return client + self._rest(param[end:])
+        return param
+
+    def _rest(self, rest: str) -> str:
+        return re.sub(r"\.function(?=\.|$)", "", rest).replace(
+            ".parameters", self._names.get(".parameters", ".parameters")
+        )
+
+    def translate(self, error: ApiError) -> ApiError:
+        """The same error with the client's name of the parameter, in the message too."""
+        param = error.body.param
+        if param is None or (name := self.of(param)) == param:
+            return error
+        # "each stop string" speaks of strings, not of the parameter.
+        pattern = r"(?<!each )(?<![\w.])" + re.escape(param) + r"(?!\w)"
+        message = re.sub(pattern, lambda _: name, error.body.message, count=1)
+        return ApiError(
+            error.status,
+            message,
+            type=error.body.type,
+            param=name,
+            code=error.body.code,
+            retry_after=error.retry_after,
+        )
+
+
+def thinking_kwargs(model: ModelInfo, think: bool, effort: str | None = None) -> dict[str, Any]:
+    """Names for the chat template of a model that can think; nothing for others."""
+    wanted = {"enable_thinking": think, "reasoning_effort": effort if think else None}
+    if not model.reasoning_format:
+        return {}
+    return {name: value for name, value in wanted.items() if value is not None and name in model.template_kwargs}
+
+
+def chat_request(fields: dict[str, Any], names: Names) -> ChatRequest:
+    """The chat request with these fields; null ones are left out. `ApiError` in the client's words."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return msgspec.convert(given, ChatRequest)
+    except msgspec.ValidationError as error:
+        raise names.translate(invalid_body(str(error))) from None

@@ -1,0 +1,64 @@
+"""Embeddings of the default model, over HTTP and over ZeroMQ."""
+
+import base64
+
+import numpy as np
+import openai
+import pytest
+from numpy.typing import NDArray
+
+from ipc.client import Client, RequestFailed
+from ipc.messages import TextPrompt
+from tests.e2e.server import Server
+
+TEXTS = [
+    "The cat sat on the mat.",
+    "A kitten was sitting on the rug.",
+    "Quarterly revenue grew by four percent, said the chief financial officer.",
+    "word " * 700,
+]
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0)
+
+
+def vectors(client: openai.OpenAI, texts: list[str]) -> list[NDArray[np.float32]]:
+    answer = client.embeddings.create(model="smol", input=texts, encoding_format="base64")
+    return [np.frombuffer(base64.b64decode(item.embedding), dtype="<f4") for item in answer.data]
+
+
+def test_embeddings_have_length_1_and_the_same_bits_in_any_company(client: openai.OpenAI) -> None:
+    together = vectors(client, TEXTS)
+    for text, vector in zip(TEXTS, together, strict=True):
+        assert vector.shape == (576,)
+        assert np.linalg.norm(vector.astype(np.float64)) == pytest.approx(1, abs=1e-6)
+        (alone,) = vectors(client, [text])
+        assert alone.tobytes() == vector.tobytes()
+    cat, kitten, revenue, _ = together
+    assert cat @ kitten > cat @ revenue
+
+
+def test_numbers_and_base64_say_the_same(client: openai.OpenAI) -> None:
+    answer = client.embeddings.create(model="smol", input=TEXTS[0], encoding_format="float")
+    np.testing.assert_array_equal(np.array(answer.data[0].embedding, dtype=np.float32), vectors(client, TEXTS[:1])[0])
+    completion = client.completions.create(model="smol", prompt=TEXTS[0], max_tokens=1)
+    assert answer.usage.prompt_tokens == completion.usage.prompt_tokens
+
+
+def test_the_sdk_gives_the_same(client: openai.OpenAI, endpoint: str) -> None:
+    with Client([endpoint]) as sdk:
+        found = sdk.embed(TextPrompt(TEXTS[0]))
+        with pytest.raises(RequestFailed) as caught:
+            sdk.embed(TextPrompt(""))
+    assert caught.value.failed.param == "prompt"
+    assert found.embedding == vectors(client, TEXTS[:1])[0].tobytes()
+    assert found.completion_tokens == 0
+
+
+def test_an_input_that_is_too_long_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.embeddings.create(model="smol", input="word " * 9000)
+    assert caught.value.param == "input"
+    assert caught.value.code == "context_length_exceeded"

@@ -1,0 +1,84 @@
+"""The OpenAPI document, judged by the validator of the specification and by the routes there are."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from frontend import protocol
+from frontend.openapi import make_document
+from frontend.routes import ROUTES
+
+DOCUMENT = make_document(ROUTES, ["tiny"])
+BODIES = [route for route in ROUTES if route.body is not None]
+
+
+def test_it_is_valid() -> None:
+    assert list(OpenAPIV31SpecValidator(DOCUMENT).iter_errors()) == []
+
+
+def test_it_has_every_route_once() -> None:
+    found = {(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods}
+    assert len(found) == len(ROUTES)
+    assert ("GET", "/v1/models/{id}") in found
+    names = [operation["operationId"] for methods in DOCUMENT["paths"].values() for operation in methods.values()]
+    assert len(set(names)) == len(names)
+
+
+def test_only_bare_health_needs_no_key() -> None:
+    free = {path for path, methods in DOCUMENT["paths"].items() if methods.get("get", {}).get("security") == [{}]}
+    assert free >= {"/health/live", "/health/ready"}
+    assert not any(path.startswith("/v1/") for path in free)
+
+
+def request_schemas() -> list[tuple[str, dict[str, Any]]]:
+    """Every object that a request can have, found from its body on."""
+    schemas, found = DOCUMENT["components"]["schemas"], {}
+
+    def visit(node: Any) -> None:
+        if isinstance(node, dict):
+            name = str(node.get("$ref", "")).rpartition("/")[2]
+            if name and name not in found:
+                found[name] = schemas[name]
+                visit(schemas[name])
+            for inner in node.values():
+                visit(inner)
+        elif isinstance(node, list):
+            for inner in node:
+                visit(inner)
+
+    for route in BODIES:
+        visit(DOCUMENT["paths"][route.path]["post"]["requestBody"])
+    return list(found.items())
+
+
+# Accepted and without effect, or refused whatever they hold.
+FREE = {"user", "metadata", "store", "best_of", "tools", "functions", "modalities", "audio", "tool_calls"}
+
+
+@pytest.mark.parametrize(
+    ("name", "schema"), request_schemas(), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_every_number_and_list_of_a_request_has_its_bound(name: str, schema: dict[str, Any]) -> None:
+    bound = {"integer": "maximum", "number": "maximum", "array": "maxItems"}
+    for field, of in schema.get("properties", {}).items():
+        for branch in (of, *of.get("anyOf", ())):
+            if branch.get("type") in bound and field not in FREE and (name, field) != ("CompletionRequest", "prompt"):
+                assert bound[branch["type"]] in branch, f"{name}.{field}: frontend/bounds.py has no bound for it"
+
+
+@pytest.mark.parametrize("route", BODIES, ids=lambda route: route.path)
+def test_examples_fit_the_type(route: Any) -> None:
+    content = DOCUMENT["paths"][route.path]["post"]["requestBody"]["content"]["application/json"]
+    assert content["example"]["model"] == "tiny"
+    msgspec.convert(content["example"], route.body)
+
+
+def test_bounds_are_those_that_are_enforced() -> None:
+    schema = DOCUMENT["components"]["schemas"]["ChatRequest"]["properties"]
+    (temperature,) = [branch for branch in schema["temperature"]["anyOf"] if branch["type"] == "number"]
+    assert (temperature["minimum"], temperature["maximum"]) == (0, 2)  # OpenAI's
+    (n,) = [branch for branch in schema["n"]["anyOf"] if branch["type"] == "integer"]
+    assert (n["minimum"], n["maximum"]) == (1, 16)
+    assert set(protocol.ChatRequest.__struct_fields__) == set(schema)

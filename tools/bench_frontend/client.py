@@ -1,0 +1,94 @@
+"""The clients of the benchmark: one process, plain sockets, and no more parsing than counting needs.
+
+    python -m tools.bench_frontend.client PORT CONNECTIONS TOKENS SECONDS
+
+Each connection asks again as soon as it has its answer: for TOKENS streamed ones, or for one that is not streamed when
+TOKENS is 1. On stdout comes one JSON object, `Counted`.
+"""
+
+import json
+import selectors
+import socket
+import sys
+import time
+from array import array
+
+import msgspec
+from msgspec import Struct
+
+from .engine import MODEL_NAME
+
+_TOKEN = b'"content":" '
+_DIGITS = 15
+_END_OF_STREAM = b"\r\n0\r\n\r\n"  # of the chunked coding
+_END_OF_ANSWER = b"}}}"  # of usage, in an answer that does not stream
+_WARM_UP_SECONDS = 1.0
+_LATENCY_OF_ONE_IN = 8  # connections
+
+
+class Counted(Struct):
+    """What arrived after the warm-up."""
+
+    seconds: float
+    tokens: int
+    requests: int
+    latencies_us: list[int]  # from the engine's sending to here, of some connections' tokens
+    request_us: list[int]  # from asking to the answer's end
+
+
+class _Connection:
+    def __init__(self, port: int, request: bytes) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._request = request
+        self.asked_at = 0.0
+
+    def ask(self) -> None:
+        self.asked_at = time.monotonic()
+        self.socket.sendall(self._request)
+
+
+def request_bytes(tokens: int) -> bytes:
+    """A short chat request for so many tokens."""
+    body = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello there"}], "max_tokens": tokens}
+    data = json.dumps(body | ({"stream": True} if tokens > 1 else {})).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+def run(port: int, connections: int, tokens: int, seconds: float) -> Counted:
+    """Ask on all connections at once, and count for so long."""
+    end = _END_OF_STREAM if tokens > 1 else _END_OF_ANSWER
+    selector = selectors.DefaultSelector()
+    request = request_bytes(tokens)
+    for at in range(connections):
+        connection = _Connection(port, request)
+        selector.register(connection.socket, selectors.EVENT_READ, (connection, at % _LATENCY_OF_ONE_IN == 0))
+        connection.ask()
+    counted_tokens = counted_requests = 0
+    latencies, requests = array("q"), array("q")
+    begin = time.monotonic() + _WARM_UP_SECONDS
+    while (now := time.monotonic()) < begin + seconds:
+        counting = now >= begin
+        for key, _ in selector.select(0.1):
+            connection, sampled = key.data
+            data = connection.socket.recv(1 << 16)
+            if not data:
+                raise SystemExit("the frontend closed a connection")
+            if counting:
+                counted_tokens += data.count(_TOKEN)
+                if sampled and (last := data.rfind(_TOKEN)) >= 0:
+                    digits = data[last + len(_TOKEN) : last + len(_TOKEN) + _DIGITS]
+                    if len(digits) == _DIGITS:
+                        latencies.append(time.monotonic_ns() // 1000 - int(digits))
+            if data.endswith(end):
+                if counting:
+                    counted_requests += 1
+                    requests.append(int((time.monotonic() - connection.asked_at) * 1e6))
+                connection.ask()
+    return Counted(time.monotonic() - begin, counted_tokens, counted_requests, latencies.tolist(), requests.tolist())
+
+
+if __name__ == "__main__":
+    port, connections, tokens = map(int, sys.argv[1:4])
+    sys.stdout.buffer.write(msgspec.json.encode(run(port, connections, tokens, float(sys.argv[4]))))
