@@ -26,7 +26,7 @@ def check_id(answer: Answer) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("POST", "/", 405),
         ("GET", "/v2/models", 404),
         ("POST", "/v1/nothing", 404),
         ("GET", CHAT, 405),
