@@ -26,7 +26,6 @@ def check_id(answer: Answer) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
         ("GET", "/v2/models", 404),
         ("POST", "/v1/nothing", 404),
         ("GET", CHAT, 405),

@@ -53,6 +53,8 @@ def request_schemas() -> list[tuple[str, dict[str, Any]]]:
     return list(found.items())
 
 
+# Token ids or several prompts, of which each has a bound of its own.
+PROMPTS = {("CompletionRequest", "prompt"), ("EmbeddingRequest", "input")}
 # Accepted and without effect, or refused whatever they hold.
 FREE = {"user", "metadata", "store", "best_of", "tools", "functions", "modalities", "audio", "tool_calls"}
 
@@ -64,7 +66,7 @@ def test_every_number_and_list_of_a_request_has_its_bound(name: str, schema: dic
     bound = {"integer": "maximum", "number": "maximum", "array": "maxItems"}
     for field, of in schema.get("properties", {}).items():
         for branch in (of, *of.get("anyOf", ())):
-            if branch.get("type") in bound and field not in FREE and (name, field) != ("CompletionRequest", "prompt"):
+            if branch.get("type") in bound and field not in FREE and (name, field) not in PROMPTS:
                 assert bound[branch["type"]] in branch, f"{name}.{field}: frontend/bounds.py has no bound for it"
 
 
