@@ -56,7 +56,7 @@ def request_schemas() -> list[tuple[str, dict[str, Any]]]:
 # Token ids or several prompts, of which each has a bound of its own.
 PROMPTS = {("CompletionRequest", "prompt"), ("EmbeddingRequest", "input")}
 # Accepted and without effect, or refused whatever they hold.
-FREE = {"user", "metadata", "store", "best_of", "tools", "functions", "modalities", "audio", "tool_calls"}
+FREE = {"user", "metadata", "store", "best_of", "tools", "functions", "modalities", "audio", "tool_calls", "dimensions"}
 
 
 @pytest.mark.parametrize(
