@@ -13,7 +13,7 @@ _INT64 = 1 << 63
 _TOKEN_ID = {"minimum": 0, "maximum": (1 << 31) - 1}
 _PENALTY = {"minimum": -validation.MAX_PENALTY, "maximum": validation.MAX_PENALTY}
 _LENGTH = {"minimum": 1, "maximum": _INT64 - 1}
-_CHOICES = {"minItems": 1, "maxItems": validation.MAX_GRAMMAR_CHOICES}
+_CHOICES = {"minItems": 1, "maxItems": validation.MAX_GRAMMAR_CHOICES, "items": {"type": "string", "minLength": 1}}
 _LOGPROBS = {"minimum": 0, "maximum": validation.MAX_LOGPROBS}
 
 # By property and JSON type: a property may be of several, such as `logprobs` of the two endpoints.
@@ -67,9 +67,9 @@ _BOUNDS: dict[str, dict[str, dict[str, Any]]] = {
             "items": {"type": "string", "maxLength": validation.MAX_BAD_WORD_BYTES},
         },
     },
+    "prompt_logprobs": {"integer": _LOGPROBS},
     "choice": {"array": _CHOICES},
     "guided_choice": {"array": _CHOICES},
-    "prompt_logprobs": {"integer": _LOGPROBS},
     "tokens": {"array": {"maxItems": validation.MAX_DETOKENIZE, "items": {"type": "integer", **_TOKEN_ID}}},
     "logprobs": {"integer": _LOGPROBS},
     "top_logprobs": {"integer": _LOGPROBS},

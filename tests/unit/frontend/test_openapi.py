@@ -53,10 +53,10 @@ def request_schemas() -> list[tuple[str, dict[str, Any]]]:
     return list(found.items())
 
 
-# Accepted and without effect, or refused whatever they hold.
-FREE = {"user", "metadata", "store", "best_of", "dimensions", "tools", "functions", "modalities", "audio", "tool_calls"}
-# As long as the context, or a number of prompts: one type for both.
+# Token ids or several prompts, of which each has a bound of its own.
 PROMPTS = {("CompletionRequest", "prompt"), ("EmbeddingRequest", "input")}
+# Accepted and without effect, or refused whatever they hold.
+FREE = {"user", "metadata", "store", "best_of", "tools", "functions", "modalities", "audio", "tool_calls", "dimensions"}
 
 
 @pytest.mark.parametrize(
