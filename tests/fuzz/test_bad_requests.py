@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from schemathesis.generation import GenerationMode
 
 from tests.e2e.server import SMALL, Server
-from tests.fuzz.bad_requests import mutated_bytes, mutated_value, raw_bytes
+from tests.fuzz.bad_requests import GOOD as REQUESTS
+from tests.fuzz.bad_requests import Good, mutated_bytes, mutated_value, raw_bytes
 
 PER_KIND = {"schemathesis": 800, "values": 500, "bytes": 300, "raw": 400}  # 2,000
 RAW_SECONDS = 0.4
@@ -35,12 +36,22 @@ class Target:
         self.address = (parts.hostname or "", parts.port or 0)
         self.counts: Counter[tuple[str, str]] = Counter()
         self.expected = self.good()
+        self.document = json.loads(self.get("/openapi.json"))
+        self.requests = [(path, body) for path, body in REQUESTS if path in self.document["paths"]]
         self.processes = {name: process.pid for name, process in server.roles().items()}
 
     def good(self) -> str:
         status, body = self.post("/v1/chat/completions", json.dumps(GOOD).encode())
         assert status == 200, body
         return str(json.loads(body)["choices"][0]["message"]["content"])
+
+    def get(self, path: str) -> bytes:
+        connection = http.client.HTTPConnection(*self.address, timeout=60)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().read()
+        finally:
+            connection.close()
 
     def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(*self.address, timeout=60)
@@ -88,11 +99,11 @@ def target(model_path: Path) -> Iterator[Target]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "make"), [("values", mutated_value), ("bytes", mutated_bytes)])
 def test_mutations_of_good_requests(
-    target: Target, kind: str, make: Callable[[random.Random], tuple[str, bytes]]
+    target: Target, kind: str, make: Callable[[random.Random, Good], tuple[str, bytes]]
 ) -> None:
     rng = random.Random(kind)
     for _ in range(PER_KIND[kind]):
-        path, body = make(rng)
+        path, body = make(rng, target.requests)
         status, answer = target.post(path, body)
         target.note(kind, str(status), answer, (path, body))
 
@@ -101,7 +112,7 @@ def test_mutations_of_good_requests(
 def test_raw_bytes(target: Target) -> None:
     rng = random.Random("raw")
     for _ in range(PER_KIND["raw"]):
-        data = raw_bytes(rng)
+        data = raw_bytes(rng, target.requests)
         answer = target.raw(data)
         line = answer.partition(b"\r\n")[0].split()
         # Nothing comes back where the server waits for the rest.
@@ -113,9 +124,7 @@ def test_raw_bytes(target: Target) -> None:
 
 @pytest.mark.slow
 def test_schemathesis(target: Target) -> None:
-    connection = http.client.HTTPConnection(*target.address, timeout=60)
-    connection.request("GET", "/openapi.json")
-    document = json.loads(connection.getresponse().read())
+    document = target.document
     schema = schemathesis.openapi.from_dict(document)
     paths = [path for path, methods in document["paths"].items() if "post" in methods]
     each = PER_KIND["schemathesis"] // (2 * len(paths))
