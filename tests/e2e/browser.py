@@ -81,7 +81,7 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    async def until(self, script: str, seconds: float = 60) -> Any:
+    async def until(self, script: str, seconds: float = 120) -> Any:
         """Ask again until the expression is truthy; its value."""
         async with asyncio.timeout(seconds):
             while not (value := await self.evaluate(script)):

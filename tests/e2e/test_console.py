@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.browser import CHROMIUM, Page, browser
-from tests.e2e.server import Server
+from tests.e2e.server import SMALL, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")]
 
@@ -107,9 +107,10 @@ async def look(server: Server, page: Page) -> None:
     assert [problem for problem in page.problems if "400 (Bad Request)" not in problem] == []
 
 
-def test_chat_requests_plots_and_both_schemes(server: Server, tmp_path: Path) -> None:
-    async def body() -> None:
+def test_chat_requests_plots_and_both_schemes(model_path: Path, tmp_path: Path) -> None:
+    async def body(server: Server) -> None:
         async with browser(tmp_path) as page:
             await look(server, page)
 
-    asyncio.run(asyncio.wait_for(body(), 240))
+    with Server(model_path, *SMALL) as server:
+        asyncio.run(asyncio.wait_for(body(server), 600))
