@@ -37,7 +37,7 @@ async def look(server: Server, page: Page) -> None:
     question = "What is the capital of France?"
     await page.type("#question", question)
     await page.press("Enter", 13)
-    await page.until("document.querySelector('.turn.assistant .stats')")
+    await page.until("document.querySelector('.turn.assistant .stats') !== null")
     body = {
         "model": "smol",
         "messages": [{"role": "user", "content": question}],
@@ -88,7 +88,7 @@ async def look(server: Server, page: Page) -> None:
     await page.evaluate("document.getElementById('max-tokens').value = ''")
     await page.type("#question", "Count to one thousand, one number in each line.")
     await page.click("#send")
-    await page.until("document.querySelectorAll('.turn.assistant')[2]?.querySelector('.text p, .text ol, .text ul')")
+    await page.until("document.querySelectorAll('.turn.assistant')[2]?.querySelector('.text').textContent")
     await page.click("#stop")
     await page.until("document.querySelectorAll('.turn.assistant .stats')[2]?.textContent.includes('stopped')")
     await page.evaluate("document.getElementById('temperature').value = '9'")
@@ -100,7 +100,7 @@ async def look(server: Server, page: Page) -> None:
     for task in load:
         task.cancel()
     await asyncio.gather(*load, return_exceptions=True)
-    await page.until("document.querySelector('#requests tr.empty')")
+    await page.until("document.querySelector('#requests tr.empty') !== null")
     foreign = [address for address in page.requested if not address.startswith(server.url)]
     assert not foreign
     # The browser itself reports the refused request.
