@@ -3,8 +3,10 @@
 import asyncio
 import base64
 import itertools
+import os
 import re
 import shutil
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -76,12 +78,12 @@ class Page:
         await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     async def evaluate(self, script: str) -> Any:
-        """Value of an expression on the page; promises are awaited."""
+        """Value of an expression on the page, as JSON has it: an element is {}. Promises are awaited."""
         answer = await self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    async def until(self, script: str, seconds: float = 60) -> Any:
+    async def until(self, script: str, seconds: float = 120) -> Any:
         """Ask again until the expression is truthy; its value."""
         async with asyncio.timeout(seconds):
             while not (value := await self.evaluate(script)):
@@ -123,6 +125,7 @@ async def browser(directory: Path) -> AsyncIterator[Page]:
         "about:blank",
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
     )
     assert process.stderr is not None
     try:
@@ -141,5 +144,5 @@ async def browser(directory: Path) -> AsyncIterator[Page]:
             reader.cancel()
         drain.cancel()
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         await process.wait()

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.browser import CHROMIUM, Page, browser
-from tests.e2e.server import Server
+from tests.e2e.server import SMALL, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")]
 
@@ -37,7 +37,7 @@ async def look(server: Server, page: Page) -> None:
     question = "What is the capital of France?"
     await page.type("#question", question)
     await page.press("Enter", 13)
-    await page.until("document.querySelector('.turn.assistant .stats')")
+    await page.until("document.querySelector('.turn.assistant .stats') !== null")
     body = {
         "model": "smol",
         "messages": [{"role": "user", "content": question}],
@@ -88,7 +88,7 @@ async def look(server: Server, page: Page) -> None:
     await page.evaluate("document.getElementById('max-tokens').value = ''")
     await page.type("#question", "Count to one thousand, one number in each line.")
     await page.click("#send")
-    await page.until("document.querySelectorAll('.turn.assistant')[2]?.querySelector('.text p, .text ol, .text ul')")
+    await page.until("document.querySelectorAll('.turn.assistant')[2]?.querySelector('.text').textContent")
     await page.click("#stop")
     await page.until("document.querySelectorAll('.turn.assistant .stats')[2]?.textContent.includes('stopped')")
     await page.evaluate("document.getElementById('temperature').value = '9'")
@@ -100,16 +100,17 @@ async def look(server: Server, page: Page) -> None:
     for task in load:
         task.cancel()
     await asyncio.gather(*load, return_exceptions=True)
-    await page.until("document.querySelector('#requests tr.empty')")
+    await page.until("document.querySelector('#requests tr.empty') !== null")
     foreign = [address for address in page.requested if not address.startswith(server.url)]
     assert not foreign
     # The browser itself reports the refused request.
     assert [problem for problem in page.problems if "400 (Bad Request)" not in problem] == []
 
 
-def test_chat_requests_plots_and_both_schemes(server: Server, tmp_path: Path) -> None:
-    async def body() -> None:
+def test_chat_requests_plots_and_both_schemes(model_path: Path, tmp_path: Path) -> None:
+    async def body(server: Server) -> None:
         async with browser(tmp_path) as page:
             await look(server, page)
 
-    asyncio.run(asyncio.wait_for(body(), 240))
+    with Server(model_path, *SMALL) as server:
+        asyncio.run(asyncio.wait_for(body(server), 600))

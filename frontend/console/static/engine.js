@@ -22,7 +22,7 @@ const TILES = [
   { title: "Running", unit: "", text: ({ running }) => count(running) },
   { title: "Waiting", unit: "", text: ({ waiting }) => count(waiting) },
   { title: "KV in use", unit: "", text: (sample) => share(used(sample) / sample.kv_blocks?.total) },
-  { title: "Cache hits", unit: "5 min", text: (sample, first) => share(hits(sample, first) ?? NaN) },
+  { title: "Cache hits", unit: "", text: (sample, first) => share(hits(sample, first) ?? NaN) },
   { title: "Device busy", unit: "", text: ({ rates }) => share(rates?.device_busy) },
 ];
 
