@@ -80,6 +80,14 @@ def test_b063_a_required_call_without_parameters(client: openai.OpenAI, stream: 
     assert call.id.startswith("call_")
 
 
+def test_a_schema_that_cannot_be_enforced_is_refused(client: openai.OpenAI) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, stream=False, tools=[{"type": "function", "function": function}], tool_choice="required")
+    assert caught.value.param == "tools"
+    assert "not" in caught.value.message
+
+
 def test_several_calls_may_be_required(client: openai.OpenAI) -> None:
     (choice,) = ask(client, stream=False, tool_choice="required", tools=TOOLS[1:], max_tokens=400).choices
     assert choice.finish_reason == "tool_calls"
