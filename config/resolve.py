@@ -59,7 +59,7 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
     device = _device(config, machine, reasons)
     dtype = _dtype(config, machine, reasons)
     native_kernels = _native_kernels(config, machine, reasons)
-    kv_dtype = _kv_dtype(config, dtype, native_kernels, reasons)
+    kv_dtype = _kv_dtype(config, dtype, native_kernels, machine, reasons)
     tp = config.worker.tp
     if not memory_plan.can_split(arch, tp):
         fitting = [str(n) for n in range(1, 65) if memory_plan.can_split(arch, n)]
@@ -175,7 +175,10 @@ def _rank_cpus(
     if not config.worker.pin_threads:
         return ()
     if not native_kernels:
-        raise ConfigError("--pin-threads: only threads of compiled kernels can be bound to cores, not plain torch's")
+        raise ConfigError(
+            "--pin-threads: only threads of compiled kernels can be bound to cores, not plain torch's"
+            + _why_torch(config, machine)
+        )
     tp, cpus = config.worker.tp, machine.core_cpus
     if not cpus:
         raise ConfigError("--pin-threads: this system does not let a process bind its threads to cores")
@@ -190,13 +193,20 @@ def _rank_cpus(
     return ranks
 
 
-def _kv_dtype(config: Config, dtype: str, native_kernels: bool, reasons: list[str]) -> str:
+def _why_torch(config: Config, machine: Machine) -> str:
+    """What to say behind the words that there are no compiled kernels."""
+    if config.worker.kernels == "torch":
+        return " (--kernels torch asks for none)"
+    return f", which can't be had: {machine.kernels_problem}"
+
+
+def _kv_dtype(config: Config, dtype: str, native_kernels: bool, machine: Machine, reasons: list[str]) -> str:
     asked = config.model.kv_dtype
     if not native_kernels:
         if asked not in ("auto", dtype):
             raise ConfigError(
                 f"--kv-dtype {asked}: plain torch operations keep keys and values in the dtype they compute in, "
-                f"{dtype}; another one needs compiled kernels, and those a C++ compiler"
+                f"{dtype}; another one needs compiled kernels{_why_torch(config, machine)}"
             )
         return dtype
     if asked != "auto":

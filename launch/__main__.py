@@ -4,6 +4,8 @@ import contextlib
 import os
 import sys
 
+import msgspec
+
 from config.arch import read_arch
 from config.generation import describe, read_generation
 from config.memory_plan import full_report, short_report, shortage
@@ -43,7 +45,10 @@ def main() -> int:
                 generation, unused = read_generation(source.path)
         except (ValueError, OSError) as error:
             raise StartError(f"--model {asked.model.model}: {error}") from None
-        resolved = resolve(asked, arch, find_kernels(asked, look_around(), display.say))
+        machine = look_around()
+        # Before the kernels are compiled, what cannot be whether there are any or not.
+        resolve(asked, arch, msgspec.structs.replace(machine, native_kernels=True))
+        resolved = resolve(asked, arch, find_kernels(asked, machine, display.say))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -4,30 +4,38 @@ A program of its own compiles them, once for a machine, into the cache from whic
 """
 
 import ctypes
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import msgspec
 
 from config.resolve import Machine
 from config.schema import Config
+from config.sources import ConfigError
 from ipc.control import StartError
 from launch.process import child_environment
 
 _COMMAND = [sys.executable, "-m", "kernels.cpu.build"]
 _BAD_SETTING = 2  # its exit status
 _FAILURE = "build: "  # how it begins to say why
+_INDENT = "\n    "
 
 
 def find_kernels(config: Config, machine: Machine, say: Callable[[str], None]) -> Machine:
     """`machine` with all that `config` lets depend on compiled kernels; `say` is told what takes long.
 
-    StartError when they were asked for in a way that is impossible.
+    ConfigError for variables that cannot be used, StartError where kernels were demanded that can't be had,
+    KeyboardInterrupt on SIGTERM, too.
     """
-    if config.worker.kernels != "auto":
+    if config.worker.kernels == "torch":
         return machine
     problem = _problem(say)
+    if problem and config.worker.kernels == "native":
+        raise StartError(f"--kernels native: compiled kernels can't be had: {problem}")
     return msgspec.structs.replace(machine, native_kernels=not problem, kernels_problem=problem)
 
 
@@ -35,7 +43,13 @@ def _problem(say: Callable[[str], None]) -> str:
     """Why there are none, or ""."""
     said: list[str] = []
     pipe = subprocess.PIPE
-    with subprocess.Popen(_COMMAND, env=child_environment(), stdout=pipe, stderr=pipe, text=True) as process:
+    # In a session of its own, so that it can be ended together with its compilers.
+    with (
+        _interrupted_by_sigterm(),
+        subprocess.Popen(
+            _COMMAND, env=child_environment(), stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        ) as process,
+    ):
         assert process.stdout is not None
         assert process.stderr is not None
         try:
@@ -46,15 +60,31 @@ def _problem(say: Callable[[str], None]) -> str:
                     say(line.rstrip())
             printed = process.stdout.read()
         except BaseException:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             raise
+    text = "".join(said).rstrip().replace("\n", _INDENT)
     if process.returncode == _BAD_SETTING:
-        raise StartError("".join(said).rstrip())
+        raise ConfigError(text)
     if process.returncode:
-        return "".join(said).rstrip() or f"the program that compiles them ended with status {process.returncode}"
+        return text or f"the program that compiles them ended with status {process.returncode}"
     library = printed.rstrip().rpartition(" (")[0]
     try:
         ctypes.CDLL(library)
     except OSError as error:
-        return f"they can't be loaded: {error}"
+        return f"they can't be loaded: {error}. Delete {library}, to have them compiled again"
     return ""
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """As Ctrl-C does: nothing has been started yet that would have to be drained."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

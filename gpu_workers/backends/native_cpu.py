@@ -220,6 +220,7 @@ class NativeCpuBackend(Backend):
         host_kv.copy_in(kv, pairs)
 
     def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
+        logits = logits.contiguous()  # several ranks' are a part of wider rows
         ids = np.empty(len(logits), dtype=np.int64)
         settings = {
             "temperature": np.where(batch.temperature < GREEDY_BELOW, np.float32(0), batch.temperature),

@@ -337,6 +337,8 @@ def _make(recipe: _Recipe, compiler: list[str], library: Path, progress: Progres
             _run([*compiler, *recipe.flags, "-shared", *map(str, objects), "-o", str(linked)], purpose, folder)
             if recipe.digest_now() != recipe.digest:
                 raise BuildError("the C++ sources were changed while they were compiled. Run it again")
+            if not linked.exists():
+                raise BuildError(f"{compiler[0]} made no library, and said nothing. Try another compiler (CXX)")
             with linked.open("rb") as file:
                 os.fsync(file.fileno())  # a name must not outlive a power cut that its content does not
             linked.replace(library)

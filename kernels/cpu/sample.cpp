@@ -140,8 +140,8 @@ float top_p_limit(const float* weights, int64_t count, double total, double top_
             mass += *at;
             if (mass >= wanted) return *at;
         }
-        // In another order, the sum may end a little lower. An empty bucket comes here when all is wanted.
-        if (end != candidates.begin()) return *(end - 1);
+        // In another order, the sum may end a little lower. (The weight 1 is in the first bucket, so none is empty here.)
+        return *(end - 1);
     }
     return 0.0f;
 }

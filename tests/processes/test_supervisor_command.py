@@ -1,10 +1,15 @@
 """`python -m launch` as a user meets it, as far as nothing has to be loaded."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import psutil
+import pytest
 
 from tests.kernels.cpu.conftest import FakeCompiler
 
@@ -88,9 +93,45 @@ def test_without_compiled_kernels_plain_torch_is_planned(model_path: Path, tmp_p
 
 
 def test_an_instruction_set_that_there_is_not_ends_the_start(model_path: Path) -> None:
-    done = run("--model", str(model_path), "--plan", TOKENMILL_CPU_ISA="sse9")
-    assert done.returncode == 1
-    assert done.stderr == "error: TOKENMILL_CPU_ISA: 'sse9' is not one of avx512, avx2, portable\n"
+    for kernels in ("auto", "native"):
+        done = run("--model", str(model_path), "--plan", "--kernels", kernels, TOKENMILL_CPU_ISA="sse9")
+        assert done.returncode == 2
+        assert done.stderr == "error: TOKENMILL_CPU_ISA: 'sse9' is not one of avx512, avx2, portable\n"
+
+
+def test_what_needs_compiled_kernels_says_why_there_are_none(model_path: Path, tmp_path: Path) -> None:
+    for flags, status in (
+        (("--kernels", "native"), 1),
+        (("--pin-threads", "--threads", "1"), 2),
+        (("--dtype", "float32", "--kv-dtype", "int8"), 2),
+    ):
+        variables = {"CXX": "/nowhere/c++", "TOKENMILL_KERNEL_CACHE": str(tmp_path)}
+        done = run("--model", str(model_path), "--plan", *flags, **variables)
+        assert done.returncode == status
+        assert done.stderr.startswith("error: --")
+        assert "CXX names /nowhere/c++" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_compilers_with_the_launcher(model_path: Path, tmp_path: Path, number: int) -> None:
+    compiler = FakeCompiler(tmp_path / "slow")
+    compiler.hold.touch()
+    variables = {"CXX": str(compiler.path), "TOKENMILL_KERNEL_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "launch", "--model", str(model_path), "--port", "0"]
+    launcher = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | variables, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not compiler.calls():
+            assert time.monotonic() < deadline, "no compiler was started"
+            time.sleep(0.05)
+        children = psutil.Process(launcher.pid).children(recursive=True)
+        assert children
+        launcher.send_signal(number)
+        assert launcher.wait(20) == 0
+        assert psutil.wait_procs(children, timeout=10)[1] == []
+    finally:
+        launcher.kill()
+        compiler.hold.unlink()
 
 
 def test_a_plan_that_does_not_fit_says_what_to_do(model_path: Path) -> None:

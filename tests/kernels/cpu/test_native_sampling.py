@@ -119,6 +119,15 @@ def test_a_token_is_the_same_alone_and_in_any_batch(backends, seed, rows):
         assert backends[0].choose_tokens(logits[row : row + 1].clone(), alone)[0] == together[row]
 
 
+def test_rows_that_are_a_part_of_wider_ones(backends):
+    wider = random_logits(4, 2050, seed=5, scale=3.0)
+    wider[:, 2000:] = 100.0
+    logits, batch = wider[:, :2000], batch_of(4, top_k=40)
+    batch.temperature[1] = 0.0
+    for backend in backends:
+        assert np.array_equal(backend.choose_tokens(logits, batch), backend.choose_tokens(logits.clone(), batch))
+
+
 def test_greedy_takes_the_lowest_of_equals(backends):
     logits = torch.zeros(3, 2000)
     logits[1, [40, 1999]] = 2.5
@@ -161,5 +170,5 @@ def test_edits_come_before_the_choice_and_logprobs_with_it(backends):
     batch = batch_of(2, top_k=20, temperature=0.8)
     batch.logprobs[:] = 3
     expected = sample(logits.clone(), batch)
-    assert (sample(logits.clone(), batch, backends[0].choose_tokens)[0] == expected[0]).all()
-    assert sample(logits.clone(), batch, backends[0].choose_tokens)[1] == expected[1]
+    assert (sample(logits.clone(), batch, choose=backends[0].choose_tokens)[0] == expected[0]).all()
+    assert sample(logits.clone(), batch, choose=backends[0].choose_tokens)[1] == expected[1]
