@@ -9,7 +9,8 @@ import uvloop
 
 from ipc.messages import ChatMessage, ChatPrompt, ToolCall
 from tests.unit.tokenizer_proc.vocabularies import CHATML
-from tokenizer_proc.template_child import Render, Rendered, Renderer, Setup
+from tokenizer_proc.child_frames import Done
+from tokenizer_proc.template_child import Render, Renderer, Setup
 from tokenizer_proc.templates import TemplateRenderer, turns_of
 
 T = TypeVar("T")
@@ -83,9 +84,9 @@ def test_tools_render_as_in_transformers() -> None:
         conversations=[TURNS], chat_template=KNOWS_TOOLS, tools=[TOOL], enable_thinking=False
     )
     child = Renderer()
-    assert child.answer(Setup(KNOWS_TOOLS, {}, 10.0)) == Rendered("")
+    assert child.answer(Setup(KNOWS_TOOLS, {}, 10.0)) == Done("")
     request = Render(turns_of(CONVERSATION), False, [TOOL], {"enable_thinking": False})
-    assert child.answer(request) == Rendered(expected)
+    assert child.answer(request) == Done(expected)
     assert (
         render(
             KNOWS_TOOLS,
@@ -102,7 +103,7 @@ def test_further_names_hide_nothing_that_templates_have() -> None:
     child = Renderer()
     child.answer(Setup("{{ bos_token }}{{ messages | length }}{{ mine }}", {"bos_token": "<s>"}, 10.0))
     hiding = {"bos_token": "x", "messages": [], "mine": 5}
-    assert child.answer(Render([{"role": "user"}], False, None, hiding)) == Rendered("<s>15")
+    assert child.answer(Render([{"role": "user"}], False, None, hiding)) == Done("<s>15")
 
 
 @pytest.mark.parametrize("arguments", ["", "{}", '{"a": 1}', "[1]", "{broken", r'{"a": "\ud83d"}'])
