@@ -11,10 +11,9 @@ from ipc.codec import unpack_floats
 from ipc.messages import Finished, ModelInfo, TextPrompt, TokenPrompt
 from ipc.validation import InvalidRequest, check_characters, validate_options, validate_prompt
 
-from .body import decode_body, read_body
 from .errors import ApiError
-from .middleware import note_ignored
 from .protocol import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage, embedding_decoder
+from .received import receive
 from .requests import MAX_SALT, check_model, prompts_of
 from .service import SERVICE
 from .tenant import namespace_of, tenant_of
@@ -22,11 +21,9 @@ from .tenant import namespace_of, tenant_of
 
 async def embeddings(request: web.Request) -> web.Response:
     """POST /v1/embeddings"""
-    service = request.app[SERVICE]
-    model = service.model_for_new_request()
-    body, unknown = decode_body(await read_body(request, service.max_body_bytes), embedding_decoder)
-    note_ignored(request, unknown)
+    body, model = await receive(request, embedding_decoder)
     inputs = _inputs(body, model)
+    service = request.app[SERVICE]
     service.model_for_new_request()  # a drain may have begun while the body was read
     tenant = tenant_of(request)
     options: RequestOptions = {

@@ -5,14 +5,12 @@ from aiohttp import web
 
 from ipc.messages import ModelInfo
 
-from .body import decode_body, read_body
-from .errors import ApiError
 from .generation import Generation
-from .middleware import note_ignored
 from .parsed_responses import chat_responder
 from .protocol import Model, ModelList, chat_decoder, completion_decoder
+from .received import receive
 from .rendering import Renderer
-from .requests import Job, chat_job, completion_job
+from .requests import Job, chat_job, check_model, completion_job
 from .responses import CompletionResponder
 from .service import SERVICE
 from .streaming import KeepAlive, stream_answer
@@ -23,22 +21,16 @@ KEEP_ALIVE: web.AppKey[KeepAlive] = web.AppKey("keep_alive", KeepAlive)
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions"""
-    service = request.app[SERVICE]
-    model = service.model_for_new_request()
-    body, unknown = decode_body(await read_body(request, service.max_body_bytes), chat_decoder)
-    note_ignored(request, unknown)
+    body, model = await receive(request, chat_decoder)
     job = chat_job(body, model)
-    return await generate(request, job, chat_responder(job, service.fingerprint))
+    return await generate(request, job, chat_responder(job, request.app[SERVICE].fingerprint))
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions"""
-    service = request.app[SERVICE]
-    model = service.model_for_new_request()
-    body, unknown = decode_body(await read_body(request, service.max_body_bytes), completion_decoder)
-    note_ignored(request, unknown)
+    body, model = await receive(request, completion_decoder)
     job = completion_job(body, model)
-    return await generate(request, job, CompletionResponder(job, service.fingerprint))
+    return await generate(request, job, CompletionResponder(job, request.app[SERVICE].fingerprint))
 
 
 async def generate(request: web.Request, job: Job, renderer: Renderer) -> web.StreamResponse:
@@ -68,13 +60,7 @@ async def get_model(request: web.Request) -> web.StreamResponse:
     """GET /v1/models/{id}"""
     model = request.app[SERVICE].model()
     name = request.match_info["id"]
-    if name not in model.names:
-        raise ApiError(
-            404,
-            f"the model {name[:200]!r} is not served here; served: {', '.join(model.names)}",
-            param="model",
-            code="model_not_found",
-        )
+    check_model(name, model)
     return json_response(msgspec.json.encode(_describe(name, model)))
 
 

@@ -28,17 +28,16 @@ OPEN_HANDLERS: web.AppKey[frozenset[Handler]] = web.AppKey("open_handlers", froz
 
 
 def note_ignored(request: web.Request, names: list[str]) -> None:
-    """Name fields that had no effect in the response's header."""
-    if names:
-        shown = (quote(name[:MAX_IGNORED_LENGTH], safe="") for name in names[:MAX_IGNORED])
-        request["ignored"] = ",".join(shown)
+    """Name fields that had no effect in the response's header, besides those noted before."""
+    request["ignored"] = [*request.get("ignored", ()), *names]
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Headers that every response has; runs when it is prepared."""
     response.headers[REQUEST_ID] = request.get("id") or uuid.uuid4().hex
     if ignored := request.get("ignored"):
-        response.headers[IGNORED] = ignored
+        shown = (quote(name[:MAX_IGNORED_LENGTH], safe="") for name in ignored[:MAX_IGNORED])
+        response.headers[IGNORED] = ",".join(shown)
     request.app[GATE].add_cors_headers(request, response)
 
 

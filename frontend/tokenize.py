@@ -9,10 +9,9 @@ from ipc.codec import pack_ints, unpack_ints
 from ipc.messages import ChatPrompt, Detokenize, ModelInfo, TextPrompt, Tokenize, Tokenized
 from ipc.validation import InvalidRequest, validate_detokenize, validate_tokenize
 
-from .body import decode_body, read_body
 from .errors import ApiError
-from .middleware import note_ignored
 from .protocol import Message
+from .received import receive
 from .requests import Job, chat_prompt, check_model
 from .service import SERVICE, Service
 
@@ -53,15 +52,14 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
     """POST /tokenize: of messages, the tokens of what the chat template makes of them."""
-    service = request.app[SERVICE]
-    model = service.model()
-    body, unknown = decode_body(await read_body(request, service.max_body_bytes), _tokenize_decoder)
-    note_ignored(request, unknown)
+    body, model = await receive(request, _tokenize_decoder, generates=False)
     if body.model is not None:
         check_model(body.model, model)
     prompt = _prompt(body)
     special = isinstance(prompt, TextPrompt) if body.add_special_tokens is None else body.add_special_tokens
-    answer = await ask(service, prompt, add_special_tokens=special, return_token_strs=bool(body.return_token_strs))
+    answer = await ask(
+        request.app[SERVICE], prompt, add_special_tokens=special, return_token_strs=bool(body.return_token_strs)
+    )
     tokens = list(unpack_ints(answer.token_ids))
     strings = list(answer.token_strs) if body.return_token_strs else None
     return _json(
@@ -102,15 +100,12 @@ def _prompt(body: TokenizeRequest) -> TextPrompt | ChatPrompt:
 
 async def detokenize(request: web.Request) -> web.StreamResponse:
     """POST /detokenize: special tokens are written out, so that tokens of a chat show its rendered prompt."""
-    service = request.app[SERVICE]
-    model = service.model()
-    body, unknown = decode_body(await read_body(request, service.max_body_bytes), _detokenize_decoder)
-    note_ignored(request, unknown)
+    body, model = await receive(request, _detokenize_decoder, generates=False)
     if body.model is not None:
         check_model(body.model, model)
     _check_ids(body.tokens, model)
     try:
-        text = await service.client.detokenize(body.tokens)
+        text = await request.app[SERVICE].client.detokenize(body.tokens)
     except RequestFailed as error:
         raise ApiError.of_failed(error.failed) from None
     return _json(DetokenizeResponse(text))

@@ -3,10 +3,10 @@
 import msgspec
 from aiohttp import web
 
-from ..body import decode_body, read_body
 from ..errors import ApiError
 from ..handlers import generate, json_response
 from ..middleware import note_ignored
+from ..received import receive
 from ..requests import chat_job
 from ..service import SERVICE
 from ..tokenize import count_chat
@@ -18,10 +18,8 @@ from .request import ignored, translate, translate_prompt
 
 async def create_message(request: web.Request) -> web.StreamResponse:
     """POST /v1/messages"""
-    service = request.app[SERVICE]
-    model = service.model_for_new_request()
-    body, unknown = decode_body(await read_body(request, service.max_body_bytes), messages_decoder)
-    note_ignored(request, ignored(body, model) + unknown)
+    body, model = await receive(request, messages_decoder)
+    note_ignored(request, ignored(body, model))
     chat, names = translate(body, model)
     try:
         job = chat_job(chat, model)
@@ -32,13 +30,11 @@ async def create_message(request: web.Request) -> web.StreamResponse:
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:
     """POST /v1/messages/count_tokens"""
-    service = request.app[SERVICE]
-    model = service.model()
-    body, unknown = decode_body(await read_body(request, service.max_body_bytes), count_tokens_decoder)
-    note_ignored(request, ignored(body, model) + unknown)
+    body, model = await receive(request, count_tokens_decoder, generates=False)
+    note_ignored(request, ignored(body, model))
     chat, names = translate_prompt(body, model)
     try:
-        count = await count_chat(service, chat_job(chat, model))
+        count = await count_chat(request.app[SERVICE], chat_job(chat, model))
     except ApiError as error:
         raise names.translate(error) from None
     return json_response(msgspec.json.encode(TokenCount(count)))

@@ -3,10 +3,10 @@
 import msgspec
 from aiohttp import web
 
-from ..body import decode_body, read_body
 from ..errors import ApiError
 from ..handlers import generate, json_response
 from ..middleware import note_ignored
+from ..received import receive
 from ..requests import chat_job
 from ..service import SERVICE
 from ..tokenize import count_chat
@@ -18,10 +18,8 @@ from .request import ignored, translate
 
 async def create_response(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses"""
-    service = request.app[SERVICE]
-    model = service.model_for_new_request()
-    body, unknown = decode_body(await read_body(request, service.max_body_bytes), responses_decoder)
-    note_ignored(request, ignored(body, model) + unknown)
+    body, model = await receive(request, responses_decoder)
+    note_ignored(request, ignored(body, model))
     chat, names = translate(body, model)
     try:
         job = chat_job(chat, model)
@@ -32,13 +30,11 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 
 async def count_input_tokens(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses/input_tokens: of the request that this is the body of."""
-    service = request.app[SERVICE]
-    model = service.model()
-    body, unknown = decode_body(await read_body(request, service.max_body_bytes), responses_decoder)
-    note_ignored(request, ignored(body, model) + unknown)
+    body, model = await receive(request, responses_decoder, generates=False)
+    note_ignored(request, ignored(body, model))
     chat, names = translate(body, model)
     try:
-        count = await count_chat(service, chat_job(chat, model))
+        count = await count_chat(request.app[SERVICE], chat_job(chat, model))
     except ApiError as error:
         raise names.translate(error) from None
     return json_response(msgspec.json.encode(InputTokens(count)))

@@ -98,7 +98,7 @@ def test_ignored_fields_are_named(client: anthropic.Anthropic) -> None:
     answer = client.messages.with_raw_response.create(
         **ask(), thinking={"type": "enabled", "budget_tokens": 1024}, service_tier="auto"
     )
-    assert answer.headers["x-tokenmill-ignored"] == "thinking,service_tier"
+    assert answer.headers["x-tokenmill-ignored"] == "service_tier,thinking"
 
 
 def test_a_last_turn_of_the_assistant_is_continued(client: anthropic.Anthropic, engine: FakeEngine) -> None:
