@@ -7,7 +7,7 @@ import torch
 
 from gpu_workers.batch import ForwardBatch
 from gpu_workers.prepare import prepare
-from gpu_workers.sampling import argmax
+from gpu_workers.sampling import argmax, choose_tokens
 from ipc.codec import pack_floats, pack_ints
 from ipc.messages import NewRow, SamplingSpec, StepPlan
 
@@ -65,7 +65,9 @@ def plan(step: int, scheduled=(), *, new=(), freed=(), blocks=(), outs=(), ins=(
 def plain_backend() -> SimpleNamespace:
     """What the runner needs of a backend."""
     device = torch.device("cpu")
-    return SimpleNamespace(device=device, prepare=lambda rows, scheduled: prepare(rows, scheduled, device))
+    return SimpleNamespace(
+        device=device, prepare=lambda rows, scheduled: prepare(rows, scheduled, device), choose_tokens=choose_tokens
+    )
 
 
 class LogitsModel:
