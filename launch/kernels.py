@@ -45,7 +45,7 @@ def _problem(say: Callable[[str], None]) -> str:
     pipe = subprocess.PIPE
     # In a session of its own, so that it can be ended together with its compilers.
     with (
-        _interrupted_by_sigterm(),
+        _interruptible(),
         subprocess.Popen(
             _COMMAND, env=child_environment(), stdout=pipe, stderr=pipe, text=True, start_new_session=True
         ) as process,
@@ -77,14 +77,15 @@ def _problem(say: Callable[[str], None]) -> str:
 
 
 @contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """As Ctrl-C does: nothing has been started yet that would have to be drained."""
+def _interruptible() -> Iterator[None]:
+    """SIGTERM interrupts as Ctrl-C does: nothing has been started yet that would have to be drained."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

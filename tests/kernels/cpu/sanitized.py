@@ -15,7 +15,7 @@ from kernels.cpu import library
 from kernels.cpu.build import SANITIZERS, build
 
 settings.register_profile("sanitized", max_examples=40)
-settings.register_profile("sanitized-brief", max_examples=16)
+settings.register_profile("sanitized-brief", max_examples=8)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

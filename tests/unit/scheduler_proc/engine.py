@@ -151,7 +151,8 @@ class Engine:
     ) -> None:
         self.time += 0.001
         self.submitted[request_id] = (prompt, max_tokens, frozenset(stops), min_tokens)
-        sampling = msgspec.structs.replace(GREEDY, prompt_logprobs=0) if fields.get("score_prompt") else GREEDY
+        if fields.get("score_prompt"):
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=0)
         submit = Submit(
             request_id, pack_ints(prompt), max_tokens, min_tokens, pack_ints(stops), sampling, namespace, **fields
         )
