@@ -87,9 +87,18 @@ _BOUNDS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def add_bounds(schema: dict[str, Any]) -> None:
-    """Write the bounds into a request's schema."""
+# Of single types, where a property is bounded otherwise than elsewhere.
+_OF_TYPE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
+    ("MessagesRequest", "temperature"): {"number": {"minimum": 0, "maximum": 1}},
+    ("CompletionRequest", "max_tokens"): {"integer": {**_LENGTH, "minimum": 0}},
+    ("EmbeddingRequest", "input"): {"string": {"minLength": 1}, "array": {"minItems": 1}},
+    ("ChatRequest", "tools"): {"array": {"maxItems": validation.MAX_TOOLS}},
+}
+
+
+def add_bounds(kind: str, schema: dict[str, Any]) -> None:
+    """Write the bounds into the schema of `kind`, a type of requests."""
     for name, property in schema.get("properties", {}).items():
-        bounds = _BOUNDS.get(name, {})
+        bounds = _OF_TYPE.get((kind, name)) or _BOUNDS.get(name, {})
         for branch in (property, *property.get("anyOf", ())):
             branch.update(bounds.get(branch.get("type"), {}))

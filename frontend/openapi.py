@@ -23,7 +23,7 @@ _VERSION = "1"
 _STREAM_TEXT = (
     "Server-sent events, with `stream: true`: `data: ` and a JSON object in each; what ends the stream is part of the "
     "protocol (OpenAI's: `data: [DONE]`). Comments keep silent connections alive. When it fails after it began, "
-    'the last event is `data: {"error": ...}`.'
+    'the last event says so (OpenAI\'s: `data: {"error": ...}`).'
 )
 _ERRORS = {
     400: "The request breaks a rule; the message names the parameter and what is allowed",
@@ -58,8 +58,8 @@ def make_document(routes: Sequence[Route], models: Sequence[str]) -> dict[str, A
     errors = list(dict.fromkeys(route.error for route in routes))
     _, request_schemas = msgspec.json.schema_components(bodies, ref_template=_SCHEMAS)
     _, answer_schemas = msgspec.json.schema_components([*answers, *errors], ref_template=_SCHEMAS)
-    for schema in request_schemas.values():
-        add_bounds(schema)
+    for name, schema in request_schemas.items():
+        add_bounds(name, schema)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         path = _PARAMETER.sub(r"{\1}", route.path)

@@ -28,7 +28,7 @@ class ParsedChatResponder(ChatResponder):
     def __init__(self, job: Job, fingerprint: str) -> None:
         super().__init__(job, fingerprint)
         self._parsers: dict[int, OutputParser] = {}
-        self._calling: set[int] = set()  # choices with a call
+        self._arguments: dict[int, str] = {}  # of each choice's last call, so far
 
     def chunks(self, batch: Batch) -> bytes:
         """Server-sent events for what arrived together; empty when nothing is to be said yet."""
@@ -77,7 +77,9 @@ class ParsedChatResponder(ChatResponder):
     def _noted(self, index: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
         for piece in pieces:
             if isinstance(piece, ToolCallBegin):
-                self._calling.add(index)
+                self._arguments[index] = ""
+            elif isinstance(piece, ToolArguments):
+                self._arguments[index] += piece.text
         return pieces
 
     def _parser(self, index: int) -> OutputParser:
@@ -86,7 +88,7 @@ class ParsedChatResponder(ChatResponder):
         return self._parsers[index]
 
     def _reason(self, index: int, end: Finished) -> str:
-        return "tool_calls" if end.reason == "stop" and index in self._calling else end.reason
+        return "tool_calls" if end.reason == "stop" and is_whole(self._arguments.get(index)) else end.reason
 
     def _whole(self, index: int, items: list[Delta], end: Finished) -> ChatChoice:
         pieces = [piece for item in items for piece in self._push(index, item)]
@@ -100,6 +102,14 @@ class ParsedChatResponder(ChatResponder):
         self, index: int, text: str, logprobs: ChatLogprobs | CompletionLogprobs | None, reason: str
     ) -> ChatChoice:
         return super()._whole_choice(index, "", logprobs, reason)
+
+
+def is_whole(arguments: str | None) -> bool:
+    """Whether these are the arguments of a call that can be made: a stop string may have cut them."""
+    try:
+        return arguments is not None and isinstance(msgspec.json.decode(arguments), dict)
+    except msgspec.DecodeError:
+        return False
 
 
 def _delta(piece: Piece) -> dict[str, Any]:

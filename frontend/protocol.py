@@ -156,6 +156,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    reasoning_effort: str | None = None  # told to the templates of models that reason; "none": it shall not
     tools: list[Tool] | None = None
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None

@@ -15,6 +15,7 @@ from . import protocol
 from .errors import ApiError
 from .grammars import grammar_of
 from .parsers import OutputFormat
+from .reasoning import thinking_kwargs
 from .tools import tool_request
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
         body.add_generation_prompt,
         body.continue_final_message,
         tools.shown,
-        msgspec.json.encode(body.chat_template_kwargs) if body.chat_template_kwargs else b"",
+        _template_kwargs(body, model),
     )
     renamed = {"logprobs": "top_logprobs"}
     max_tokens = body.max_tokens
@@ -68,6 +69,13 @@ def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
         renamed["max_tokens"] = "max_completion_tokens"
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return tools.apply(_job(body, (prompt,), max_tokens, logprobs, model, renamed))
+
+
+def _template_kwargs(body: protocol.ChatRequest, model: ModelInfo) -> bytes:
+    effort = body.reasoning_effort
+    told = {} if effort is None else thinking_kwargs(model, effort != "none", effort)
+    told |= body.chat_template_kwargs or {}
+    return msgspec.json.encode(told) if told else b""
 
 
 def completion_job(body: protocol.CompletionRequest, model: ModelInfo) -> Job:

@@ -31,8 +31,12 @@ class ToolRequest(Struct, frozen=True):
         """The same job with these tools."""
         if self.grammar is not None and job.params.grammar is not None:
             raise ApiError(400, "tool_choice demands a call, which excludes any other format", param="tool_choice")
+        output_format = self.output_format
+        if job.params.grammar is not None:
+            # All of the output matches the grammar, also where the template has opened a place for reasoning.
+            output_format = msgspec.structs.replace(output_format, reasoning="")
         params = msgspec.structs.replace(job.params, shown_special_tokens=self.shown_special_tokens)
-        job = msgspec.structs.replace(job, params=params, output_format=self.output_format)
+        job = msgspec.structs.replace(job, params=params, output_format=output_format)
         if self.grammar is None:
             return job
         params = msgspec.structs.replace(params, grammar=self.grammar)

@@ -2,16 +2,23 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from ipc.messages import ModelInfo
-
 from .body import invalid_body
 from .errors import ApiError
 from .protocol import ChatRequest
+
+T = TypeVar("T")
+
+
+def required(value: T | None, where: str) -> T:
+    """`value`; `ApiError` when there is none."""
+    if value is None:
+        raise ApiError(400, f"{where} is required", param=where)
+    return value
 
 
 class ExtraFields(Struct, kw_only=True):
@@ -77,14 +84,6 @@ class Names:
             code=error.body.code,
             retry_after=error.retry_after,
         )
-
-
-def thinking_kwargs(model: ModelInfo, think: bool, effort: str | None = None) -> dict[str, Any]:
-    """Names for the chat template of a model that can think; nothing for others."""
-    wanted = {"enable_thinking": think, "reasoning_effort": effort if think else None}
-    if not model.reasoning_format:
-        return {}
-    return {name: value for name, value in wanted.items() if value is not None and name in model.template_kwargs}
 
 
 def chat_request(fields: dict[str, Any], names: Names) -> ChatRequest:

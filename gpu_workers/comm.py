@@ -67,13 +67,22 @@ class GlooComm(Comm):
         self.size = size
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x)
-        return x
+        # Not gloo's own sum: from three ranks on, its order depends on where in the buffer a number stands, so that a
+        # row's result would depend on the rows before it.
+        total, *others = self._parts(x)
+        for part in others:
+            total += part
+        return total
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._parts(x), dim=-1)
+
+    def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Of all ranks, in their order."""
+        x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts, dim=-1)
+        dist.all_gather(parts, x)
+        return parts
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         dist.broadcast(x, src=0)

@@ -4,13 +4,11 @@ A user's turn may hold results of tools, each of which is a chat message of its 
 """
 
 import json
-from typing import Any, TypeVar
+from typing import Any
 
 from ..errors import ApiError
-from ..translation import Names
+from ..translation import Names, required
 from .protocol import MessageBlock, MessageTurn, ToolResultBlock
-
-T = TypeVar("T")
 
 
 def chat_messages(
@@ -48,7 +46,7 @@ def _text(block: MessageBlock | ToolResultBlock, where: str, supported: str) -> 
     if block.type != "text":
         problem = f"{where}: only blocks of type {supported} are supported here, not {block.type[:64]!r}"
         raise ApiError(400, problem, param=where)
-    return _required(block.text, f"{where}.text")
+    return required(block.text, f"{where}.text")
 
 
 def _user(blocks: list[MessageBlock], where: str) -> list[tuple[dict[str, Any], str]]:
@@ -57,7 +55,7 @@ def _user(blocks: list[MessageBlock], where: str) -> list[tuple[dict[str, Any], 
     for index, block in enumerate(blocks):
         place = f"{where}.content[{index}]"
         if block.type == "tool_result":
-            tool_use_id = _required(block.tool_use_id, f"{place}.tool_use_id")
+            tool_use_id = required(block.tool_use_id, f"{place}.tool_use_id")
             found.append(({"role": "tool", "content": _result(block, place), "tool_call_id": tool_use_id}, place))
             continue
         text = _text(block, place, "text and tool_result")
@@ -83,7 +81,7 @@ def _assistant(blocks: list[MessageBlock], where: str, chat: str, names: Names) 
         place = f"{where}.content[{index}]"
         match block.type:
             case "thinking":
-                thoughts.append(_required(block.thinking, f"{place}.thinking"))
+                thoughts.append(required(block.thinking, f"{place}.thinking"))
             case "redacted_thinking":
                 pass  # only Anthropic can read it
             case "tool_use":
@@ -91,9 +89,9 @@ def _assistant(blocks: list[MessageBlock], where: str, chat: str, names: Names) 
                 names.add(call, place)
                 names.add(f"{call}.function", place)
                 names.add(f"{call}.function.arguments", f"{place}.input")
-                arguments = json.dumps(_required(block.input, f"{place}.input"), ensure_ascii=False)
-                function = {"name": _required(block.name, f"{place}.name"), "arguments": arguments}
-                calls.append({"id": _required(block.id, f"{place}.id"), "type": "function", "function": function})
+                arguments = json.dumps(required(block.input, f"{place}.input"), ensure_ascii=False)
+                function = {"name": required(block.name, f"{place}.name"), "arguments": arguments}
+                calls.append({"id": required(block.id, f"{place}.id"), "type": "function", "function": function})
             case _:
                 texts.append(_text(block, place, "text, thinking and tool_use"))
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
@@ -102,9 +100,3 @@ def _assistant(blocks: list[MessageBlock], where: str, chat: str, names: Names) 
     if calls:
         message["tool_calls"] = calls
     return message
-
-
-def _required(value: T | None, where: str) -> T:
-    if value is None:
-        raise ApiError(400, f"{where} is required", param=where)
-    return value

@@ -3,13 +3,11 @@
 A turn of the assistant comes back as several items (reasoning, a message, function calls), which are one chat message.
 """
 
-from typing import Any, TypeVar
+from typing import Any
 
 from ..errors import ApiError
-from ..translation import Names
+from ..translation import Names, required
 from .protocol import InputItem, InputPart
-
-T = TypeVar("T")
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -45,7 +43,7 @@ class _Conversation:
             case "function_call":
                 self._function_call(item, where)
             case "function_call_output":
-                call_id = _required(item.call_id, f"{where}.call_id")
+                call_id = required(item.call_id, f"{where}.call_id")
                 text = _text(item.output, f"{where}.output")
                 self.add({"role": "tool", "content": text, "tool_call_id": call_id}, where)
             case "reasoning":
@@ -56,7 +54,7 @@ class _Conversation:
                 raise ApiError(400, f"{where}: items of type {other[:64]!r} are not supported", param=f"{where}.type")
 
     def _message(self, item: InputItem, where: str) -> None:
-        role = _required(item.role, f"{where}.role")
+        role = required(item.role, f"{where}.role")
         text = _text(item.content, f"{where}.content")
         turn = self._turn
         if role == "assistant" and turn is not None and turn["content"] is None and "tool_calls" not in turn:
@@ -81,29 +79,23 @@ class _Conversation:
         self._names.add(f"{chat}.id", f"{where}.call_id")
         self._names.add(f"{chat}.function", where)
         function = {
-            "name": _required(item.name, f"{where}.name"),
-            "arguments": _required(item.arguments, f"{where}.arguments"),
+            "name": required(item.name, f"{where}.name"),
+            "arguments": required(item.arguments, f"{where}.arguments"),
         }
-        call_id = _required(item.call_id, f"{where}.call_id")
+        call_id = required(item.call_id, f"{where}.call_id")
         calls.append({"id": call_id, "type": "function", "function": function})
-
-
-def _required(value: T | None, where: str) -> T:
-    if value is None:
-        raise ApiError(400, f"{where} is required", param=where)
-    return value
 
 
 def _text(content: str | list[InputPart] | None, where: str) -> str:
     if content is None or isinstance(content, str):
-        return _required(content, where)
+        return required(content, where)
     return "".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
 
 
 def _part_text(part: InputPart, where: str) -> str:
     if part.type == "refusal":
-        return _required(part.refusal, f"{where}.refusal")
+        return required(part.refusal, f"{where}.refusal")
     if part.type not in _TEXT_PARTS:
         problem = f"{where}: only parts of type input_text and output_text are supported, not {part.type[:64]!r}"
         raise ApiError(400, problem, param=where)
-    return _required(part.text, f"{where}.text")
+    return required(part.text, f"{where}.text")

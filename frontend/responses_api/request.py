@@ -6,7 +6,8 @@ from ipc.messages import ModelInfo
 
 from ..errors import ApiError
 from ..protocol import ChatRequest
-from ..translation import Names, chat_request, thinking_kwargs
+from ..reasoning import thinking_kwargs
+from ..translation import Names, chat_request
 from .items import chat_messages
 from .protocol import ResponsesRequest, ResponsesTool, ResponsesToolChoice, TextFormat
 

@@ -79,6 +79,13 @@ def test_calls_streamed_and_not(
         assert len({call.id for call in found}) == len(calls)
 
 
+def test_a_call_that_a_stop_string_cut_is_no_call_to_make(client: openai.OpenAI) -> None:
+    cut = CALL[: CALL.index("Köln") + 2]
+    whole = client.chat.completions.create(model="tiny", messages=say(cut), tools=TOOLS)
+    for completion in (whole, streamed(client, cut)):
+        assert completion.choices[0].finish_reason == "stop"
+
+
 def test_b063_a_call_without_parameters(client: openai.OpenAI) -> None:
     text = '<tool_call>{"name": "get_time", "arguments": null}</tool_call>'
     chunks = client.chat.completions.create(model="tiny", messages=say(text), tools=TOOLS, stream=True)

@@ -77,6 +77,24 @@ def test_without_tools_or_with_none_there_are_no_calls() -> None:
     assert chat(PLAIN).output_format.plain
 
 
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("fields", [{"response_format": SCHEMA}, {"guided_choice": ["a", "b"]}])
+def test_what_a_grammar_makes_is_never_reasoning(fields: dict[str, Any]) -> None:
+    """Also where the template has opened a place for it."""
+    assert chat().output_format == OutputFormat(reasoning="think")
+    assert chat(**fields).output_format.plain
+
+
+def test_reasoning_effort_is_told_to_templates_that_know_it() -> None:
+    for effort, think in (("low", True), ("none", False)):
+        assert json.loads(prompt_of(chat(reasoning_effort=effort)).template_kwargs) == {"enable_thinking": think}
+    given = chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
+    assert json.loads(prompt_of(given).template_kwargs) == {"enable_thinking": False}
+    assert prompt_of(chat(PLAIN, reasoning_effort="low")).template_kwargs == b""
+
+
 def test_required_and_named_calls_are_enforced() -> None:
     tools = [tool("f"), tool("g")]
     for choice, names in [

@@ -63,3 +63,42 @@ def test_two_ranks_compute_what_one_does(settings: dict[str, bool], kernels: str
     assert all(torch.equal(result["more"], logits[0][[30, 2]]) for result in results), "also asked for afterwards"
     assert torch.equal(logits[0], logits[1])
     torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-4)
+
+
+SUM = """
+import sys
+import torch
+from safetensors.torch import save_file
+from gpu_workers.comm import make_comm
+rank, port, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+comm = make_comm(rank, 3, port, timeout=60)
+x = torch.randn(7, 33, generator=torch.Generator().manual_seed(rank))
+alone = torch.cat([comm.all_reduce(x[row : row + 1].clone()) for row in range(7)])
+save_file({"together": comm.all_reduce(x.clone()), "alone": alone}, out)
+comm.close()
+"""
+
+
+def test_sums_over_three_ranks_do_not_depend_on_the_other_rows(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    outs = [tmp_path / f"{rank}.out" for rank in range(3)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SUM, str(rank), str(port), str(outs[rank])],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(3)
+    ]
+    try:
+        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    results = [load_file(out) for out in outs]
+    expected = sum(torch.randn(7, 33, generator=torch.Generator().manual_seed(rank)).double() for rank in range(3))
+    for result in results:
+        assert torch.equal(result["together"], results[0]["together"])
+        assert torch.equal(result["together"], result["alone"])
+        torch.testing.assert_close(result["together"].double(), expected, rtol=0, atol=1e-5)
