@@ -82,7 +82,7 @@ def _from_file(path: Path, warnings: list[str]) -> list[ApiKey]:
         if match is None:
             raise ConfigError(f"{where}, line {number}: {_EXPECTED}")  # without the line, which may hold a plain key
         digest = bytes.fromhex(match[1])
-        keys.append(ApiKey(digest, match[2] or _tenant(digest)))
+        keys.append(ApiKey(digest, match[2] or tenant_of_digest(digest)))
     if not keys:
         raise ConfigError(f"{where}: holds no key; {_EXPECTED} in each line")
     return keys
@@ -98,8 +98,9 @@ def _from_text(text: str, warnings: list[str]) -> list[ApiKey]:
     if any(len(key) < SHORT_KEY for key in plain):
         warnings.append(f"{API_KEYS_VARIABLE}: a key of less than {SHORT_KEY} characters can be guessed")
     digests = [hashlib.sha256(key.encode()).digest() for key in plain]
-    return [ApiKey(digest, _tenant(digest)) for digest in digests]
+    return [ApiKey(digest, tenant_of_digest(digest)) for digest in digests]
 
 
-def _tenant(digest: bytes) -> str:
+def tenant_of_digest(digest: bytes) -> str:
+    """The tenant that a key without a name stands for."""
     return digest.hex()[:_TENANT_DIGITS]

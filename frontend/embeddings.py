@@ -3,7 +3,6 @@
 import asyncio
 import base64
 
-import msgspec
 from aiohttp import web
 
 from ipc.client import EMBEDDING_PARAMS, RequestFailed, RequestOptions
@@ -11,6 +10,7 @@ from ipc.codec import unpack_floats
 from ipc.messages import Finished, ModelInfo, TextPrompt, TokenPrompt
 from ipc.validation import InvalidRequest, check_characters, validate_options, validate_prompt
 
+from .answers import json_response
 from .errors import ApiError
 from .protocol import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage, embedding_decoder
 from .received import receive
@@ -42,7 +42,7 @@ async def embeddings(request: web.Request) -> web.Response:
             # Also reached when the client leaves, or one of several fails.
             for task in tasks:
                 task.cancel()
-    return web.Response(body=_answer(body, answers), content_type="application/json")
+    return json_response(_answer(body, answers))
 
 
 def _inputs(body: EmbeddingRequest, model: ModelInfo) -> tuple[TextPrompt | TokenPrompt, ...]:
@@ -68,7 +68,7 @@ def _renamed(error: ApiError) -> ApiError:
     return error
 
 
-def _answer(body: EmbeddingRequest, answers: list[Finished]) -> bytes:
+def _answer(body: EmbeddingRequest, answers: list[Finished]) -> EmbeddingResponse:
     base64_wanted = body.encoding_format == "base64"
     data = [
         Embedding(
@@ -78,4 +78,4 @@ def _answer(body: EmbeddingRequest, answers: list[Finished]) -> bytes:
         for index, answer in enumerate(answers)
     ]
     tokens = sum(answer.prompt_tokens for answer in answers)
-    return msgspec.json.encode(EmbeddingResponse(data, body.model, EmbeddingUsage(tokens, tokens)))
+    return EmbeddingResponse(data, body.model, EmbeddingUsage(tokens, tokens))

@@ -1,10 +1,10 @@
 """OpenAI's routes."""
 
-import msgspec
 from aiohttp import web
 
 from ipc.messages import ModelInfo
 
+from .answers import encoded_response, json_response
 from .generation import Generation
 from .parsed_responses import chat_responder
 from .protocol import Model, ModelList, chat_decoder, completion_decoder
@@ -44,7 +44,7 @@ async def generate(request: web.Request, job: Job, renderer: Renderer) -> web.St
             if job.stream:
                 return await stream_answer(request, generation, renderer, request.app[KEEP_ALIVE])
             batches = [batch async for batch in generation.batches()]
-            return json_response(renderer.whole(batches, generation.usage()))
+            return encoded_response(renderer.whole(batches, generation.usage()))
         finally:
             # Also reached when the client leaves: aiohttp then cancels this handler.
             generation.close()
@@ -53,7 +53,7 @@ async def generate(request: web.Request, job: Job, renderer: Renderer) -> web.St
 async def list_models(request: web.Request) -> web.StreamResponse:
     """GET /v1/models"""
     model = request.app[SERVICE].model()
-    return json_response(msgspec.json.encode(ModelList([_describe(name, model) for name in model.names])))
+    return json_response(ModelList([_describe(name, model) for name in model.names]))
 
 
 async def get_model(request: web.Request) -> web.StreamResponse:
@@ -61,13 +61,8 @@ async def get_model(request: web.Request) -> web.StreamResponse:
     model = request.app[SERVICE].model()
     name = request.match_info["id"]
     check_model(name, model)
-    return json_response(msgspec.json.encode(_describe(name, model)))
+    return json_response(_describe(name, model))
 
 
 def _describe(name: str, model: ModelInfo) -> Model:
     return Model(name, model.created, model.max_model_len)
-
-
-def json_response(body: bytes) -> web.Response:
-    """The response with this JSON."""
-    return web.Response(body=body, content_type="application/json")

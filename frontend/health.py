@@ -3,10 +3,10 @@
 import asyncio
 from typing import Literal
 
-import msgspec
 from aiohttp import web
 from msgspec import Struct
 
+from .answers import json_response
 from .errors import unavailable
 from .metrics import CONTENT_TYPE, block_counts
 from .service import SERVICE
@@ -36,13 +36,13 @@ class Progress(Struct):
 
 async def live(request: web.Request) -> web.StreamResponse:
     """GET /health/live: this process answers."""
-    return _json(HealthState("live"))
+    return json_response(HealthState("live"))
 
 
 async def ready(request: web.Request) -> web.StreamResponse:
     """GET /health/ready: a generation would be accepted, and begin at once."""
     request.app[SERVICE].check_ready()
-    return _json(HealthState("ready"))
+    return json_response(HealthState("ready"))
 
 
 async def progress(request: web.Request) -> web.StreamResponse:
@@ -54,7 +54,7 @@ async def progress(request: web.Request) -> web.StreamResponse:
     stuck = None
     if stats.stuck_request:
         stuck = StuckRequest(stats.stuck_request, round(stats.oldest_request_seconds, 3))
-    return _json(
+    return json_response(
         Progress(
             engine_ready=service.engine_up.is_set(),
             recoveries=stats.recoveries,
@@ -74,7 +74,3 @@ async def metrics(request: web.Request) -> web.StreamResponse:
     service.metrics.inter_token.flush()
     text = await asyncio.to_thread(service.metrics.render, service.stats)
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
-
-
-def _json(answer: Struct) -> web.Response:
-    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")

@@ -10,7 +10,8 @@ from ipc.messages import Delta, Finished
 
 from .generation import Batch
 from .pieces import OutputParser, Piece, Reasoning, Text, ToolArguments, ToolCallBegin
-from .protocol import AssistantMessage, ChatChoice, ChatLogprobs, CompletionLogprobs, FunctionCall, ToolCall
+from .prompt_fields import CompletionLogprobs
+from .protocol import AssistantMessage, ChatChoice, ChatLogprobs, FunctionCall, ToolCall
 from .requests import Job
 from .responses import ChatResponder
 

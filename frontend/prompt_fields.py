@@ -37,18 +37,18 @@ def _by_id(position: PromptPosition, top: int) -> dict[int, PromptLogprob]:
     return found
 
 
-class EchoedLogprobs(Struct):
-    """The columns of OpenAI's older form for the tokens of a prompt; nothing is known of the first one."""
+class CompletionLogprobs(Struct):
+    """The columns of OpenAI's older form."""
 
     tokens: list[str]
-    token_logprobs: list[float | None]
+    token_logprobs: list[float | None]  # null: the first token of an echoed prompt, as in the next
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-def echoed_logprobs(info: PromptInfo, top: int) -> EchoedLogprobs:
+def echoed_logprobs(info: PromptInfo, top: int) -> CompletionLogprobs:
     """Those of `info`, with the `top` best tokens at each place."""
-    return EchoedLogprobs(
+    return CompletionLogprobs(
         [info.first_token, *(position.chosen.token for position in info.positions)],
         [None, *(finite(position.chosen.logprob) for position in info.positions)],
         [None, *(_by_text(position, top) for position in info.positions)],

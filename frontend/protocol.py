@@ -9,7 +9,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from .prompt_fields import PromptLogprobs
+from .prompt_fields import CompletionLogprobs, PromptLogprobs
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 MAX_DIGITS = 19  # of a logit_bias key; any int64 has no more
@@ -233,13 +233,6 @@ class ChatLogprob(TopLogprob):
 class ChatLogprobs(Struct):
     content: list[ChatLogprob]
     refusal: None = None
-
-
-class CompletionLogprobs(Struct):
-    tokens: list[str]
-    token_logprobs: list[float | None]  # null: the first token of an echoed prompt, as in the next
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
 
 
 class AssistantMessage(Struct):

@@ -15,14 +15,13 @@ from ipc.codec import unpack_ints
 from ipc.messages import Delta, Finished, PositionLogprobs, PromptInfo, TokenLogprob
 
 from .generation import Batch
-from .prompt_fields import echoed_logprobs, finite, prompt_logprobs
+from .prompt_fields import CompletionLogprobs, echoed_logprobs, finite, prompt_logprobs
 from .protocol import (
     AssistantMessage,
     ChatChoice,
     ChatLogprob,
     ChatLogprobs,
     CompletionChoice,
-    CompletionLogprobs,
     CompletionResponse,
     TopLogprob,
     Usage,
@@ -259,8 +258,7 @@ class CompletionResponder(Responder):
         top = self.job.params.logprobs
         if top is None or not self.job.echo:
             return None
-        found = echoed_logprobs(self.prompt_of(index), top)
-        return CompletionLogprobs(found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset)
+        return echoed_logprobs(self.prompt_of(index), top)
 
     def _first_choices(self, index: int) -> list[bytes]:
         members = self._prompt_members(index)

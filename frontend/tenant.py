@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-_TENANT_DIGITS = 16
+from config.api_keys import tenant_of_digest
 
 
 def presented_key(headers: Mapping[str, str]) -> str:
@@ -32,7 +32,7 @@ def tenant_of(request: web.Request) -> str:
 
 def tenant_of_key(key: str) -> str:
     """The tenant of a key that nobody checks; "" without one."""
-    return key_digest(key).hex()[:_TENANT_DIGITS] if key else ""
+    return tenant_of_digest(key_digest(key)) if key else ""
 
 
 def namespace_of(tenant: str, cache_salt: str) -> str:

@@ -9,6 +9,7 @@ from ipc.codec import pack_ints, unpack_ints
 from ipc.messages import ChatPrompt, Detokenize, ModelInfo, TextPrompt, Tokenize, Tokenized
 from ipc.validation import InvalidRequest, validate_detokenize, validate_tokenize
 
+from .answers import json_response
 from .errors import ApiError
 from .protocol import Message
 from .received import receive
@@ -62,7 +63,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
     )
     tokens = list(unpack_ints(answer.token_ids))
     strings = list(answer.token_strs) if body.return_token_strs else None
-    return _json(
+    return json_response(
         TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=model.max_model_len, token_strs=strings)
     )
 
@@ -108,7 +109,7 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
         text = await request.app[SERVICE].client.detokenize(body.tokens)
     except RequestFailed as error:
         raise ApiError.of_failed(error.failed) from None
-    return _json(DetokenizeResponse(text))
+    return json_response(DetokenizeResponse(text))
 
 
 def _check_ids(tokens: list[int], model: ModelInfo) -> None:
@@ -118,7 +119,3 @@ def _check_ids(tokens: list[int], model: ModelInfo) -> None:
         raise ApiError(400, "tokens: a token id does not fit 32 bits", param="tokens") from None
     except InvalidRequest as error:
         raise ApiError.of_invalid(error) from None
-
-
-def _json(answer: TokenizeResponse | DetokenizeResponse) -> web.Response:
-    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")

@@ -8,7 +8,6 @@ that request, never the process.
 import asyncio
 import itertools
 import logging
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -42,6 +41,7 @@ from ipc.validation import InvalidRequest, validate_generate
 
 from .choice import Choice, Progress
 from .encoding import PromptEncoder
+from .failures import explained, failed
 from .grammars import GrammarCompiler
 from .ingress import Limits, bad_word_ids, prompt_name, submits
 from .output_format import REASONING_OPENING
@@ -74,10 +74,7 @@ class _Request:
         return self.peer, self.message.request_id
 
     def failed(self, status: int, message: str, param: str | None = None, code: str | None = None) -> Failed:
-        kinds = {400: "invalid_request_error", 429: "rate_limit_error"}
-        retry_after = 1.0 if status in (429, 503) else None
-        kind = kinds.get(status, "server_error")
-        return Failed(self.message.request_id, status, message, kind, param, code, retry_after)
+        return failed(self.message.request_id, status, message, param, code)
 
 
 class _Outbox:
@@ -277,15 +274,7 @@ class Service:
     def _drop(self, request: _Request, error: Exception) -> None:
         """End a request that did not get as far as the scheduler, or not wholly."""
         self._cancel([request])
-        self._refuse(request, self._explain(request, error))
-
-    def _explain(self, request: _Request, error: Exception) -> Failed:
-        if isinstance(error, InvalidRequest):
-            return request.failed(400, error.message, error.param, error.code)
-        # The text of an unexpected error may quote the prompt, which does not belong in logs; its place does.
-        place = "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
-        log.error("a request failed: %s: %s", type(error).__name__, place)
-        return request.failed(500, "the request could not be processed", code="internal_error")
+        self._refuse(request, explained(request.message.request_id, error))
 
     def _cancel(self, requests: Iterable[_Request]) -> None:
         """End requests without a word to their client, and abort what the scheduler has of them."""
@@ -418,7 +407,7 @@ class Service:
     def _broken(self, request: _Request, error: Exception, outbox: _Outbox) -> None:
         """A row that cannot be used fails its request, and no other."""
         outbox.aborts += request.choices
-        outbox.put(request, self._explain(request, error))
+        outbox.put(request, explained(request.message.request_id, error))
         self._end(request)
 
     def _row_failed(self, request: _Request, row: Failed, outbox: _Outbox) -> None:

@@ -1,18 +1,15 @@
 """Answers to `Tokenize` and `Detokenize`, which need the vocabulary and nothing of the engine behind."""
 
 import asyncio
-import logging
-import traceback
 from collections.abc import Callable
 
 from ipc.codec import pack_ints, unpack_ints
 from ipc.messages import Detokenize, Detokenized, Failed, ModelInfo, Outputs, ToClient, Tokenize, Tokenized
-from ipc.validation import InvalidRequest, validate_detokenize, validate_tokenize
+from ipc.validation import validate_detokenize, validate_tokenize
 
 from .encoding import PromptEncoder
+from .failures import explained, failed
 from .vocabulary import Vocabulary
-
-log = logging.getLogger(__name__)
 
 
 class TextService:
@@ -36,7 +33,8 @@ class TextService:
     def handle(self, peer: bytes, message: Tokenize | Detokenize) -> None:
         """Begin to answer one message of a client."""
         if len(self._tasks) >= self._max_waiting:
-            self._refuse(peer, message, 429, "too many texts are waiting to be tokenized", None, "queue_full")
+            reason = "too many texts are waiting to be tokenized"
+            self._refuse(peer, failed(message.request_id, 429, reason, code="queue_full"))
             return
         task = asyncio.get_running_loop().create_task(self._answer(peer, message))
         self._tasks.add(task)
@@ -45,13 +43,8 @@ class TextService:
     async def _answer(self, peer: bytes, message: Tokenize | Detokenize) -> None:
         try:
             answer = await (self._tokenize(message) if isinstance(message, Tokenize) else self._detokenize(message))
-        except InvalidRequest as error:
-            self._refuse(peer, message, 400, error.message, error.param, error.code)
         except Exception as error:
-            # The text of an unexpected error may quote the client's, which does not belong in logs; its place does.
-            place = "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
-            log.error("a text could not be tokenized: %s: %s", type(error).__name__, place)
-            self._refuse(peer, message, 500, "the request could not be processed", None, "internal_error")
+            self._refuse(peer, explained(message.request_id, error))
         else:
             self._to_client(peer, answer)
 
@@ -67,10 +60,5 @@ class TextService:
         validate_detokenize(message, self._model)
         return Detokenized(message.request_id, await self._encoder.detokenize(unpack_ints(message.token_ids)))
 
-    def _refuse(
-        self, peer: bytes, message: Tokenize | Detokenize, status: int, text: str, param: str | None, code: str | None
-    ) -> None:
-        kinds = {400: "invalid_request_error", 429: "rate_limit_error"}
-        retry_after = 1.0 if status == 429 else None
-        failed = Failed(message.request_id, status, text, kinds.get(status, "server_error"), param, code, retry_after)
-        self._to_client(peer, Outputs((failed,)))
+    def _refuse(self, peer: bytes, answer: Failed) -> None:
+        self._to_client(peer, Outputs((answer,)))

@@ -1,10 +1,10 @@
 """The routes of the Messages API."""
 
-import msgspec
 from aiohttp import web
 
+from ..answers import json_response
 from ..errors import ApiError
-from ..handlers import generate, json_response
+from ..handlers import generate
 from ..middleware import note_ignored
 from ..received import receive
 from ..requests import chat_job
@@ -37,4 +37,4 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
         count = await count_chat(request.app[SERVICE], chat_job(chat, model))
     except ApiError as error:
         raise names.translate(error) from None
-    return json_response(msgspec.json.encode(TokenCount(count)))
+    return json_response(TokenCount(count))

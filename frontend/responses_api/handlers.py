@@ -1,10 +1,10 @@
 """The routes of the Responses API."""
 
-import msgspec
 from aiohttp import web
 
+from ..answers import json_response
 from ..errors import ApiError
-from ..handlers import generate, json_response
+from ..handlers import generate
 from ..middleware import note_ignored
 from ..received import receive
 from ..requests import chat_job
@@ -37,7 +37,7 @@ async def count_input_tokens(request: web.Request) -> web.StreamResponse:
         count = await count_chat(request.app[SERVICE], chat_job(chat, model))
     except ApiError as error:
         raise names.translate(error) from None
-    return json_response(msgspec.json.encode(InputTokens(count)))
+    return json_response(InputTokens(count))
 
 
 async def stored_response(request: web.Request) -> web.StreamResponse:
