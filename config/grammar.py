@@ -41,7 +41,7 @@ class TokenTable(Struct, frozen=True):
 
     def __call__(self, text: str) -> list[int]:
         """llguidance would ask for the tokens of text that a grammar forces; ours leave that to the model."""
-        raise NotImplementedError
+        raise RuntimeError("a grammar forces no text: the model chooses the tokens of all of it")
 
 
 def token_table_path(run_dir: str) -> Path:

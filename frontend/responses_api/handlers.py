@@ -4,12 +4,9 @@ from aiohttp import web
 
 from ..answers import json_response
 from ..errors import ApiError
-from ..handlers import generate
 from ..middleware import note_ignored
 from ..received import receive
-from ..requests import chat_job
-from ..service import SERVICE
-from ..tokenize import count_chat
+from ..translated import answer, count
 from .objects import InputTokens
 from .protocol import responses_decoder
 from .render import ResponsesRenderer
@@ -21,11 +18,9 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     body, model = await receive(request, responses_decoder)
     note_ignored(request, ignored(body, model))
     chat, names = translate(body, model)
-    try:
-        job = chat_job(chat, model)
-        return await generate(request, job, ResponsesRenderer(job, body, names, job.output_format.parser()))
-    except ApiError as error:
-        raise names.translate(error) from None
+    return await answer(
+        request, chat, names, model, lambda job: ResponsesRenderer(job, body, names, job.output_format.parser())
+    )
 
 
 async def count_input_tokens(request: web.Request) -> web.StreamResponse:
@@ -33,11 +28,7 @@ async def count_input_tokens(request: web.Request) -> web.StreamResponse:
     body, model = await receive(request, responses_decoder, generates=False)
     note_ignored(request, ignored(body, model))
     chat, names = translate(body, model)
-    try:
-        count = await count_chat(request.app[SERVICE], chat_job(chat, model))
-    except ApiError as error:
-        raise names.translate(error) from None
-    return json_response(InputTokens(count))
+    return json_response(InputTokens(await count(request, chat, names, model)))
 
 
 async def stored_response(request: web.Request) -> web.StreamResponse:
