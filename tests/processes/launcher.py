@@ -29,13 +29,18 @@ def is_alive(pid: int) -> bool:
 
 
 class Launcher:
-    """A `fake_launch` process and the log that its children write."""
+    """A `fake_launch` process and the log that its children write.
 
-    def __init__(self, folder: Path, *arguments: str, behaviour: dict[str, Behaviour] | None = None) -> None:
+    `run_parent`: where it makes the run's directory. Its path must be short, or the launcher goes elsewhere with its
+    sockets; those of tests are too long where several run at once (`pytest -n`).
+    """
+
+    def __init__(
+        self, folder: Path, run_parent: Path, *arguments: str, behaviour: dict[str, Behaviour] | None = None
+    ) -> None:
         self.log_file = folder / "events.log"
         self.log_file.touch()
-        self.run_parent = folder / "run"
-        self.run_parent.mkdir()
+        self.run_parent = run_parent
         environment = os.environ | {
             "FAKE_LOG": str(self.log_file),
             "FAKE_BEHAVIOUR": json.dumps(behaviour or {}),
