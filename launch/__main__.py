@@ -7,6 +7,7 @@ import sys
 import msgspec
 
 from config.arch import read_arch
+from config.event_log_file import check_event_log
 from config.generation import describe, read_generation
 from config.memory_plan import full_report, short_report, shortage
 from config.resolve import resolve
@@ -34,6 +35,8 @@ def main() -> int:
         asked = settings.config
         for warning in check_edge(asked.server, os.environ):
             print(f"warning: {warning}", file=sys.stderr)
+        if asked.scheduler.event_log:
+            check_event_log(asked.scheduler.event_log)
         # The port first: it may be taken, and finding the model can mean a long download.
         listens = asked.server.frontends > 0 and not settings.plan
         listener = open_listener(asked.server.host, asked.server.port) if listens else None

@@ -25,6 +25,7 @@ from typing import BinaryIO
 import msgspec
 from msgspec import Struct
 
+from config.event_log_file import IN_THE_WAY, MAGIC, is_replaceable
 from config.schema import SchedulerConfig
 from ipc.codec import unpack_int64s, unpack_ints
 from ipc.messages import Failed, PromptScores, RowFailure, RowOutput, SamplingSpec, StepOutputs, StepPlan, StepResult
@@ -44,7 +45,6 @@ from scheduler_proc.events import (
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"tmevents"
 VERSION = 1
 REPLAY_VOCABULARY = 1 << 31  # synthetic ids are below it
 
@@ -125,9 +125,9 @@ def create(path: str) -> BinaryIO:
 
     OSError when it cannot be written, or when something else than a log is there.
     """
+    if not is_replaceable(path):
+        raise OSError(errno.EEXIST, IN_THE_WAY)
     if os.path.lexists(path):
-        if not os.path.isfile(path) or (os.path.getsize(path) and not is_event_log(Path(path))):
-            raise OSError(errno.EEXIST, "this is there already, and is no event log")
         os.replace(path, path + ".old")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     return os.fdopen(descriptor, "wb", buffering=1 << 20)
@@ -370,9 +370,3 @@ class EventLog:
             return None if self.cut else record
         self.cut = bool(prefix)
         return None
-
-
-def is_event_log(path: Path) -> bool:
-    """Whether a file begins like one; OSError when it cannot be read."""
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC

@@ -32,6 +32,8 @@ def test_a_setting_that_cannot_be_used_is_one_line_and_status_two() -> None:
         (("--model", "m", "--api-key-file", "nowhere"), {}, "--api-key-file nowhere: No such file or directory"),
         (("--model", "m"), {"TOKENMILL_API_KEYS": ""}, "TOKENMILL_API_KEYS: expected keys of 1 to 512 printable"),
         (("--model", "m", "--tls-key", "key.pem"), {}, "--tls-key needs --tls-cert as well"),
+        (("--model", "m", "--event-log", "/nowhere/x.log"), {}, "--event-log /nowhere/x.log: the folder /nowhere does"),
+        (("--model", "m", "--plan"), {"TOKENMILL_EVENT_LOG": "tests"}, "--event-log tests: Is a directory"),
         (("--model", "m", "--cors-origin", "a.example"), {}, "--cors-origin a.example: must be * or scheme, host"),
     ):
         done = run(*arguments, **environ)

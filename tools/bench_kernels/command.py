@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from config.output_files import check_output
+from config.sources import ConfigError
 from kernels.cpu.build import detect_isa
 from tools.bench_kernels.limits import usable_cores
 
@@ -18,8 +20,11 @@ def check_common(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
         parser.error(f"--threads: must be from 1 to 1024, not {arguments.threads}")
     if not 0 < arguments.seconds <= 3600:
         parser.error(f"--seconds: must be above 0 and at most 3600, not {arguments.seconds}")
-    if arguments.json and not arguments.json.absolute().parent.is_dir():
-        parser.error(f"--json: there is no folder {arguments.json.absolute().parent}")
+    if arguments.json:
+        try:
+            check_output("--json", arguments.json)
+        except ConfigError as error:
+            parser.error(str(error))
 
 
 def write_json(path: Path | None, content: Mapping[str, object]) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import msgspec
 
+from config.event_log_file import check_event_log, is_event_log
+from config.output_files import check_output
 from config.sources import ConfigError
-from scheduler_proc.event_log import EventLogError, create, is_event_log
+from scheduler_proc.event_log import EventLogError, create
 from tools.simulate.cache_study import STUDY_LABELS, study, study_rows
 from tools.simulate.costs import DEFAULT_COST, CostError, StepCost, parse_cost
 from tools.simulate.page import page
@@ -64,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    for flag, output in (("--json", arguments.json), ("--html", arguments.html)):
+        if output is not None:
+            check_output(flag, output)
     if arguments.replay is not None:
         check_replay_options(parser, arguments)
         return _replay(arguments)
@@ -132,6 +137,8 @@ def _simulate(arguments: argparse.Namespace, trace: list[TraceRequest]) -> int:
     log_path = setups[0].config.event_log
     if log_path and (len(setups) > 1 or setups[0].batching != "continuous"):
         raise UsageError("--event-log: records one run, with --batching continuous")
+    if log_path:
+        check_event_log(log_path)
     slo = _slo(arguments)
     notes = [
         f"{arguments.trace.name}: {len(trace):,} requests, {sum(request.input_length for request in trace):,} prompt "
