@@ -20,8 +20,10 @@ def resolved(model: str, *flags: str) -> tuple[Path, Resolved]:
         config = read_settings(["--model", model, *flags], os.environ, __version__).config
         path = locate(config.model.model, config.model.revision).path
         return path, resolve(config, read_arch(path), find_kernels(config, look_around(), print))
-    except (ConfigError, StartError, ValueError, OSError) as error:
-        raise SystemExit(f"--model {model}: {error}") from None
+    except (ConfigError, StartError) as error:  # which name the flag themselves
+        raise SystemExit(f"error: {error}") from None
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: --model {model}: {error}") from None
 
 
 def kv_plan(model: str) -> MemoryPlan:

@@ -1,15 +1,22 @@
 """Memory of processes by kind of mapping, as Linux accounts for it (man 5 proc_pid_smaps)."""
 
-import re
 from collections.abc import Iterable
-from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-# Address range, permissions, offset, device, inode, path.
-_MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ (\S{4}) [0-9a-f]+ \S+ (\d+)\s*(.*)")
-_FIELD = re.compile(r"(\w+):\s+(\d+) kB")
+import psutil
+
 _SHARED_MEMORY = ("/dev/shm/", "/memfd:", "/SYSV")
 _WEIGHT_FILES = (".gguf", ".safetensors")
+
+
+class Mapping(Protocol):
+    """What is asked of psutil's description of one mapping; sizes in bytes."""
+
+    path: str  # in brackets where there is no file
+    pss: int
+    anonymous: int
+    private_clean: int
+    private_dirty: int
 
 
 class Memory(NamedTuple):
@@ -27,39 +34,27 @@ class Memory(NamedTuple):
         return self.anonymous + self.code + self.weight_files + self.shared_memory
 
 
-def parse_smaps(lines: Iterable[str]) -> Memory:
-    """From the lines of /proc/PID/smaps."""
+def add_up(mappings: Iterable[Mapping]) -> Memory:
+    """The sums over all mappings of one process."""
     sums = dict.fromkeys(Memory._fields, 0)
-    kind = "anonymous"
-    for line in lines:
-        mapping = _MAPPING.match(line)
-        if mapping:
-            kind = _kind(int(mapping[2]), mapping[3])
-            continue
-        field = _FIELD.match(line)
-        if not field:
-            continue
-        name, size = field[1], int(field[2]) << 10
-        if name == "Pss":
-            sums[kind] += size
-        elif name == "Anonymous" and kind in ("code", "weight_files"):
-            # A private mapping of a file: what was written is this process's own copy.
-            sums[kind] -= size
-            sums["anonymous"] += size
-        elif name in ("Private_Clean", "Private_Dirty"):
-            sums["private"] += size
+    for mapping in mappings:
+        kind = _kind(mapping.path)
+        # A private mapping of a file: what was written is this process's own copy.
+        own = mapping.anonymous if kind in ("code", "weight_files") else 0
+        sums[kind] += mapping.pss - own
+        sums["anonymous"] += own
+        sums["private"] += mapping.private_clean + mapping.private_dirty
     return Memory(**sums)
 
 
-def _kind(inode: int, path: str) -> str:
+def _kind(path: str) -> str:
     if path.startswith(_SHARED_MEMORY):
         return "shared_memory"
-    if not inode or not path.startswith("/"):
+    if not path.startswith("/"):
         return "anonymous"
     return "weight_files" if path.removesuffix(" (deleted)").endswith(_WEIGHT_FILES) else "code"
 
 
 def memory_of(pid: int) -> Memory:
-    """OSError when the process is gone, is another user's, or this system has no /proc."""
-    with Path(f"/proc/{pid}/smaps").open() as file:
-        return parse_smaps(file)
+    """psutil.Error when the process is gone or is another user's. Linux only: elsewhere psutil knows no PSS."""
+    return add_up(psutil.Process(pid).memory_maps(grouped=False))

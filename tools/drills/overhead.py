@@ -105,8 +105,10 @@ def _in_process_rates(
     try:
         vocabulary = load_vocabulary(path)
         model = load_as_served(path, server_plan.config)
-    except (StartError, ValueError, OSError) as error:
-        raise SystemExit(f"--model {path}: {error}") from None
+    except StartError as error:  # which names the flag or the file itself
+        raise SystemExit(f"error: {error}") from None
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: --model {path}: {error}") from None
     rates = {}
     for streams, texts in prompts.items():
         print(f"  in process: {streams} streams", file=sys.stderr)

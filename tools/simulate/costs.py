@@ -80,8 +80,9 @@ class StepCost:
         return ",".join(f"{value:.6g}" for value in astuple(self))
 
 
-# SmolLM2-135M (Q4_1 file, bfloat16) on the plain-torch backend with two cores: see docs/simulate.md.
-DEFAULT_COST = StepCost(30_000.0, 2_800.0, 2_500.0, 1.5, 0.5)
+# SmolLM2-135M (Q4_1 file) on the native CPU kernels with two cores, in round numbers: from "Whole steps in one process"
+# of docs/measurements.md; context and pairs as fitted to a recorded server.
+DEFAULT_COST = StepCost(5_000.0, 900.0, 1_100.0, 0.6, 0.6)
 
 
 def parse_cost(text: str) -> StepCost:

@@ -4,50 +4,42 @@ import asyncio
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
+import psutil
 import pytest
 
 from config.memory_plan import MemoryPlan
-from tools.drills.memory import Memory, memory_of, parse_smaps
+from tools.drills.memory import Memory, add_up, memory_of
 from tools.drills.start import Start, _idle_process, median, memory_rows, module_of, total, worker_line
 
-SMAPS = """\
-5561ed5c2000-5561ed7c5000 r-xp 00002000 fd:00 1050377                    /usr/bin/python 3.11
-Rss:                 200 kB
-Pss:                  50 kB
-Shared_Clean:        200 kB
-Private_Clean:         0 kB
-Private_Dirty:         0 kB
-Anonymous:             0 kB
-VmFlags: rd ex mr mw me
-7f10a0000000-7f10a0010000 rw-p 00010000 fd:00 1050378                    /lib/libx.so (deleted)
-Rss:                  64 kB
-Pss:                  30 kB
-Private_Clean:         4 kB
-Private_Dirty:        20 kB
-Anonymous:            20 kB
-5561ef000000-5561ef100000 rw-p 00000000 00:00 0                          [heap]
-Pss:                 500 kB
-Private_Dirty:       500 kB
-Anonymous:           500 kB
-7f1080000000-7f1090000000 rw-p 00000000 00:00 0
-Pss:                1000 kB
-Private_Dirty:      1000 kB
-Anonymous:          1000 kB
-7f1070000000-7f1078000000 rw-p 00000000 fd:00 99                         /models/small.gguf
-Pss:                 700 kB
-Private_Clean:       700 kB
-Anonymous:             0 kB
-7f1060000000-7f1060001000 rw-s 00000000 00:01 7                          /memfd:ring (deleted)
-Pss:                   8 kB
-Private_Dirty:         8 kB
-Anonymous:             0 kB
-"""
+
+class Mapped(NamedTuple):
+    """As `psutil` describes a mapping, in KiB."""
+
+    path: str
+    pss: int
+    private_clean: int
+    private_dirty: int
+    anonymous: int
+
+    def in_bytes(self) -> "Mapped":
+        return Mapped(self.path, *(size << 10 for size in self[1:]))
+
+
+MAPPED = (
+    Mapped("/usr/bin/python 3.11", 50, 0, 0, 0),
+    Mapped("/lib/libx.so (deleted)", 30, 4, 20, 20),
+    Mapped("[heap]", 500, 0, 500, 500),
+    Mapped("[anon]", 1000, 0, 1000, 1000),
+    Mapped("/models/small.gguf", 700, 700, 0, 0),
+    Mapped("/memfd:ring", 8, 0, 8, 0),
+)
 MIB = 1 << 20
 
 
 def test_mappings_are_added_up_by_kind() -> None:
-    memory = parse_smaps(SMAPS.splitlines(keepends=True))
+    memory = add_up(mapped.in_bytes() for mapped in MAPPED)
     assert memory == Memory(
         anonymous=1520 << 10, code=60 << 10, weight_files=700 << 10, shared_memory=8 << 10, private=2232 << 10
     )
@@ -65,7 +57,7 @@ def test_the_sums_are_those_of_the_kernel() -> None:
 
 
 def test_a_process_that_is_gone_has_no_memory() -> None:
-    with pytest.raises(OSError):
+    with pytest.raises(psutil.NoSuchProcess):
         memory_of(1 << 30)
 
 

@@ -7,7 +7,7 @@ import pytest
 from ipc.codec import pack_ints
 from ipc.messages import StepPlan
 from scheduler_proc.cost_model import CostModel, StepShape
-from tools.simulate.costs import CostError, PlanShape, StepCost, fit_cost, parse_cost, shape_of
+from tools.simulate.costs import DEFAULT_COST, CostError, PlanShape, StepCost, fit_cost, parse_cost, shape_of
 
 
 def plan(rows: list[tuple[int, int, int, int]], copies: int = 0) -> StepPlan:
@@ -30,6 +30,16 @@ def test_a_step_costs_what_the_core_would_predict() -> None:
     shape = PlanShape(19, 4, 900, 289.5, 6, 5, 0)
     assert cost.seconds(shape, 0.0) == pytest.approx(model.predict(StepShape(19, 289.5, 4, 900)))
     assert sum(cost.parts(shape)) == pytest.approx(cost.seconds(shape, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "rows", "milliseconds"),
+    [(0, 1, 5.6), (0, 8, 14.5), (0, 32, 45.3), (512, 0, 535), (1000, 0, 1333), (2000, 0, 2951)],
+)
+def test_the_default_is_what_was_measured(prefill: int, rows: int, milliseconds: float) -> None:
+    """docs/measurements.md, "Whole steps in one process": decoding rows have a context of 128."""
+    shape = PlanShape(prefill, rows, 128 * rows, prefill * prefill / 2, rows + (prefill > 0), rows, 0)
+    assert DEFAULT_COST.seconds(shape, 0.0) * 1e3 == pytest.approx(milliseconds, rel=0.11)
 
 
 def test_copies_run_beside_the_forward() -> None:
