@@ -17,6 +17,7 @@ from .received import receive
 from .requests import MAX_SALT, check_model, prompts_of
 from .service import SERVICE
 from .tenant import namespace_of, tenant_of
+from .together import check_together
 
 
 async def embeddings(request: web.Request) -> web.Response:
@@ -33,6 +34,7 @@ async def embeddings(request: web.Request) -> web.Response:
         "namespace": namespace_of(tenant, body.cache_salt or ""),
     }
     with service.running():
+        await check_together(service.client, inputs, 1, "input")
         tasks = [asyncio.ensure_future(service.client.embed(prompt, **options)) for prompt in inputs]
         try:
             answers = await asyncio.gather(*tasks)

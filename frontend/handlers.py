@@ -15,6 +15,7 @@ from .responses import CompletionResponder
 from .service import SERVICE
 from .streaming import KeepAlive, stream_answer
 from .tenant import tenant_of
+from .together import check_together
 
 KEEP_ALIVE: web.AppKey[KeepAlive] = web.AppKey("keep_alive", KeepAlive)
 
@@ -38,6 +39,7 @@ async def generate(request: web.Request, job: Job, renderer: Renderer) -> web.St
     service = request.app[SERVICE]
     service.model_for_new_request()  # a drain may have begun while the body was read
     with service.running():
+        await check_together(service.client, job.prompts, job.params.n, "prompt")
         generation = Generation(service.client, job, request["id"], service.metrics, tenant_of(request))
         renderer.prompt_of = generation.prompt_of
         try:

@@ -55,7 +55,7 @@ async def serve(spec: ChildSpec, control: Control) -> None:
         else:
             service.fail(order.reason)
 
-    control.listen(on_order)
+    control.listen(on_order, loop)
     stats = StatsSubscriber(spec.endpoints.stats, service.on_stats, service.on_stats_lost, service.on_details)
     console = Console(spec, service, stats.ask_for_details) if server.console else None
     app = make_app(service, keep_alive, gate, console)

@@ -166,6 +166,8 @@ class ModelInfo(Message, frozen=True):
     template_kwargs: tuple[str, ...] = ()  # names that `ChatPrompt.template_kwargs` may have
     tool_format: str = ""  # how the model writes tool calls: the name of a parser; empty: not known
     reasoning_format: str = ""  # likewise, of what it thinks before it answers; empty: it does not, or unmarked
+    max_queue_requests: int = 1 << 20  # choices that can wait at once
+    max_queue_tokens: int = 1 << 32  # prompt tokens that can, each choice's counted
 
 
 class Welcome(Message, frozen=True):
@@ -430,6 +432,7 @@ class WorkerReady(Message, frozen=True):
     rank: int
     num_blocks: int
     num_host_blocks: int = 0
+    after_crash: bool = False  # it replaces a rank that crashed without a word, or the companion of one
 
 
 class RowFailure(Message, frozen=True):

@@ -7,7 +7,7 @@ the tokenizer process checks that.
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 import msgspec
@@ -93,6 +93,28 @@ def validate_prompt(prompt: TextPrompt | ChatPrompt | TokenPrompt, params: Sampl
         _check_token_prompt(prompt, params, model)
     else:
         _check_chat(prompt, model)
+
+
+def validate_together(tokens: Sequence[int], n: int, model: ModelInfo, name: str) -> None:
+    """Raise `InvalidRequest`, naming `name`, for prompts of one request that even an idle engine would not queue.
+
+    tokens: least number of tokens of each prompt. Each has `n` choices, which wait one by one until they start; the
+    tokenizer process has the same rule for the choices of one prompt, whose length it knows.
+    """
+    choices = len(tokens) * n
+    if choices > model.max_queue_requests:
+        raise InvalidRequest(
+            f"{name}: {len(tokens)} prompts with n = {n} are {choices} choices, but at most {model.max_queue_requests} "
+            "can wait at once (--max-queue-requests)",
+            name,
+        )
+    waiting = sum(tokens) * n - max(tokens, default=0)
+    if waiting > model.max_queue_tokens:
+        raise InvalidRequest(
+            f"{name}: while one of these {choices} choices starts, the others wait with {waiting} prompt tokens, but "
+            f"at most {model.max_queue_tokens} can (--max-queue-tokens)",
+            name,
+        )
 
 
 def validate_params(params: SamplingParams, model: ModelInfo) -> None:

@@ -116,11 +116,25 @@ class Checks:
         if predicted <= request.ttft_target:
             return None
         self.refused_deadline += 1
+        if (alone := self._idle_seconds(request)) > request.ttft_target:
+            return _unreachable(submit, alone, request.ttft_target)
         message = (
             f"the first token would take about {predicted:.1f} s, longer than the target of {request.ttft_target:g} s; "
             "try again later"
         )
         return _busy(submit, message, "ttft_target", retry_after(predicted, request.ttft_target))
+
+    def _idle_seconds(self, request: Request) -> float:
+        """When the first token would come if nothing else were there: if that is too late, no other time is better."""
+        return self._predictor.predict(
+            own_tokens=request.uncached,
+            tokens_ahead=0,
+            requests_ahead=0,
+            running=0,
+            free_rows=1,
+            decode_context=0,
+            delay=self._planner.idle_delay,
+        )
 
     def _fitting(self, requests: list[Request]) -> int:
         """How many of these could start with the blocks that can be had now, all taken to be of one size."""
@@ -130,6 +144,18 @@ class Checks:
 
 def _invalid(submit: Submit, message: str, param: str) -> Failed:
     return Failed(submit.request_id, 400, message, "invalid_request_error", param)
+
+
+def _unreachable(submit: Submit, seconds: float, target: float) -> Failed:
+    """For a TTFT target that no idle engine meets: nothing to be tried again later, hence no 429."""
+    late = (
+        f"the first token would take about {seconds:.2g} s even with nothing else to do, and the target is {target:g} s"
+    )
+    if submit.ttft_target_ms is None:
+        message, param = f"prompt: {late} (--ttft-target-ms); a request can set a ttft_target_ms of its own", "prompt"
+    else:
+        message, param = f"ttft_target_ms: {late}", "ttft_target_ms"
+    return Failed(submit.request_id, 400, message, "invalid_request_error", param, "ttft_target_unreachable")
 
 
 def _busy(submit: Submit, message: str, code: str, seconds: float) -> Failed:

@@ -120,7 +120,15 @@ class Planner:
         if self.num_running:
             return 0.0
         oldest = min((request.arrival for request in self.policy), default=now)
-        delay = self._gate.delay(now, len(self.policy) + 1, oldest)
+        return self._delay(now, len(self.policy) + 1, oldest)
+
+    @property
+    def idle_delay(self) -> float:
+        """The same with nothing running or waiting."""
+        return self._delay(0.0, 1, 0.0)
+
+    def _delay(self, now: float, waiting: int, oldest: float) -> float:
+        delay = self._gate.delay(now, waiting, oldest)
         return delay if math.isfinite(delay) else 0.0
 
     def add(self, request: Request) -> None:

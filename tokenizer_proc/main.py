@@ -65,6 +65,8 @@ class Tokenizer:
             sampling_defaults(spec.generation, spec.arch.vocab_size),
             vocabulary.special_token_ids(),
             spec.config.server.chat_template_kwargs,
+            max_queue_requests=spec.config.scheduler.max_queue_requests,
+            max_queue_tokens=spec.config.scheduler.max_queue_tokens,
         )
         from_client: Decoder[ToTokenizer] = Decoder(ToTokenizer)
         from_scheduler: Decoder[FromScheduler] = Decoder(FromScheduler)
@@ -107,7 +109,7 @@ class Tokenizer:
         def on_order(order: Order) -> None:
             loop.call_soon_threadsafe(self._obey, order)
 
-        self._control.listen(on_order)
+        self._control.listen(on_order, loop)
         if self._renderer is not None:
             self._control.stage("checking the chat template")
             try:

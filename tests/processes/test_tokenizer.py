@@ -218,6 +218,7 @@ async def running(directory: Path, template: str = CHATML) -> AsyncIterator[Sett
     try:
         model = await client.connect(PATIENCE)
         assert (model.names, model.max_model_len, model.has_chat_template) == (("tiny",), 4096, True)
+        assert (model.max_queue_requests, model.max_queue_tokens) == (2048, 4 << 20)
         assert model.vocab_size == VOCABULARY.size
         yield setting
     finally:

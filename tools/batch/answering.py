@@ -10,6 +10,7 @@ from frontend.metrics import Metrics
 from frontend.protocol import chat_decoder, completion_decoder
 from frontend.requests import chat_job, completion_job
 from frontend.responses import ChatResponder, CompletionResponder, Responder
+from frontend.together import check_together
 from ipc.client import AsyncClient
 from ipc.messages import ModelInfo
 from tools.batch.errors import BatchError
@@ -67,6 +68,7 @@ class Answerer:
             else:
                 job = completion_job(decode_body(bytes(line.body), completion_decoder)[0], self._model)
                 responder = CompletionResponder(job, "")
+            await check_together(self._client, job.prompts, job.params.n, "prompt")
             generation = Generation(self._client, job, line.custom_id[:128], self._metrics)
             responder.prompt_of = generation.prompt_of
             batches = [batch async for batch in generation.batches()]

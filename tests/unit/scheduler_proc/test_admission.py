@@ -160,6 +160,40 @@ class TestOfTheCore:
         engine.recover()
         engine.run_to_idle()
 
+    @pytest.mark.parametrize("ahead", [0, 3])
+    @pytest.mark.parametrize("own", [True, False])
+    def test_a_target_that_no_idle_engine_meets_is_not_to_be_tried_again(self, ahead: int, own: bool) -> None:
+        """An OpenAI client would repeat a 429; 128 tokens take two steps and 3 s, whatever else there is."""
+        engine = self.engine(ttft_target_ms=None if own else 2900.0)
+        options = {"ttft_target_ms": 2900.0} if own else {}
+        for number in range(ahead):
+            engine.submit(number, [number + 1] * 64, 1, stops=(), ttft_target_ms=1e6)
+        engine.submit(10, [11] * 128, 1, stops=(), **options)
+        failed = engine.failures[10]
+        assert (failed.status, failed.type, failed.code) == (400, "invalid_request_error", "ttft_target_unreachable")
+        assert failed.retry_after is None
+        assert failed.param == ("ttft_target_ms" if own else "prompt")
+        assert ("--ttft-target-ms" in failed.message) == (not own)
+        engine.submit(11, [12] * 128, 1, stops=(), ttft_target_ms=3100.0)
+        if ahead:
+            assert (engine.failures[11].status, engine.failures[11].code) == (429, "ttft_target")
+        else:
+            assert 11 not in engine.failures
+        engine.run_to_idle()
+
+    def test_a_batch_wait_longer_than_the_target_is_not_to_be_tried_again(self) -> None:
+        engine = self.engine(batch_wait_ms=2000.0)
+        engine.submit(0, [1] * 64, 1, stops=(), ttft_target_ms=3400.0)
+        assert engine.failures[0].status == 400
+
+    def test_a_cached_prompt_is_in_time(self) -> None:
+        engine = self.engine()
+        engine.submit(0, [1] * 128, 1, stops=())
+        engine.run_to_idle()
+        engine.submit(1, [1] * 128, 1, stops=(), ttft_target_ms=1000.0)
+        assert not engine.failures
+        engine.run_to_idle()
+
     def test_a_full_queue_says_when_it_has_drained(self) -> None:
         engine = self.engine(max_queue_requests=6)
         engine.lose_engine()
