@@ -282,8 +282,8 @@ class SupervisorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     hang_timeout: Annotated[
         float,
         Meta(
-            description="seconds after which a rank that does not answer is killed and replaced, or 5 times the "
-            "predicted step time if that is longer",
+            description="seconds after which a process that does not answer is killed and replaced; of a rank's "
+            "steps, 5 times the predicted time if that is longer",
             ge=1,
             le=86400,
         ),
@@ -397,3 +397,4 @@ class ChildSpec(Struct, frozen=True, kw_only=True):
     listen_fd: int = -1  # frontends: the bound TCP socket
     rendezvous_port: int = 0  # ranks: torch.distributed on loopback when tp > 1
     generation: GenerationDefaults = GenerationDefaults()
+    after_crash: bool = False  # ranks: one of those that these replace has crashed by itself, without a word

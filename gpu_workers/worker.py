@@ -99,7 +99,7 @@ class Worker:
         gc.freeze()
         if spec.cpus:
             _bind_this_thread(spec.cpus[:1])
-        link.send(WorkerReady(spec.index, spec.num_blocks, spec.num_host_blocks))
+        link.send(WorkerReady(spec.index, spec.num_blocks, spec.num_host_blocks, spec.after_crash))
         self._control.ready()
         try:
             return run_plans(link, self._runner, stop)

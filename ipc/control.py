@@ -5,6 +5,7 @@ and the child ends at once.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import queue
@@ -18,6 +19,8 @@ from msgspec import Struct
 
 log = logging.getLogger(__name__)
 
+_LONGEST_LINE = 400  # characters of an error
+
 
 class Drain(Struct, tag=True, frozen=True):
     """Take no new requests, finish the running ones, then exit 0."""
@@ -29,7 +32,12 @@ class Fail(Struct, tag=True, frozen=True):
     reason: str
 
 
+class Ping(Struct, tag=True, frozen=True):
+    """Say `Alive`, from where the work of this process is done."""
+
+
 Order = Drain | Fail
+ToChild = Order | Ping
 
 
 class Progress(Struct, tag=True, frozen=True):
@@ -62,11 +70,23 @@ class Unresponsive(Struct, tag=True, frozen=True):
     problem: str
 
 
-Status = Progress | Ready | StartFailed | Idle | Unresponsive
+class Alive(Struct, tag=True, frozen=True):
+    """Answer to `Ping`."""
+
+
+Status = Progress | Ready | StartFailed | Idle | Unresponsive | Alive
 
 
 class StartError(Exception):
     """A failure to start whose text is fit for a user; `launch.child` reports it without a traceback."""
+
+
+def in_a_line(error: BaseException) -> str:
+    """Kind and first line of an error, of a group the first one's; for people, without where it happened."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    text = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {text}"[:_LONGEST_LINE].removesuffix(": ")
 
 
 def end_on_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -91,8 +111,9 @@ class Control:
         self._order_fd = order_fd
         self._status_fd = status_fd
         self._lock = threading.Lock()
-        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[ToChild] = queue.SimpleQueue()
         self._watching = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.is_ready = False
 
     def report(self, status: Status) -> None:
@@ -116,14 +137,18 @@ class Control:
         self._watching = True
         threading.Thread(target=self._read, name="launcher-watch", daemon=True).start()
 
-    def listen(self, on_order: Callable[[Order], object]) -> None:
-        """Call `on_order`, from a thread of its own, for each order, those that came before this call included."""
+    def listen(self, on_order: Callable[[Order], object], loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Call `on_order`, from a thread of its own, for each order, those that came before this call included.
+
+        Pings are answered here: by a callback on `loop`, which a loop that hangs does not run, or by that thread.
+        """
+        self._loop = loop
         if not self._watching:
             self.watch()
         threading.Thread(target=self._deliver, args=(on_order,), name="orders", daemon=True).start()
 
     def _read(self) -> None:
-        decoder = msgspec.json.Decoder(Order)
+        decoder = msgspec.json.Decoder(ToChild)
         with os.fdopen(self._order_fd, "rb") as pipe:
             for line in pipe:
                 self._orders.put(decoder.decode(line))
@@ -134,4 +159,11 @@ class Control:
 
     def _deliver(self, on_order: Callable[[Order], object]) -> None:
         while True:
-            on_order(self._orders.get())
+            order = self._orders.get()
+            if not isinstance(order, Ping):
+                on_order(order)
+            elif self._loop is None:
+                self.report(Alive())
+            else:
+                with contextlib.suppress(RuntimeError):  # a closed loop: the process is about to end
+                    self._loop.call_soon_threadsafe(self.report, Alive())

@@ -6,7 +6,7 @@ names in the launcher's own table ever come in as MODULE.
 
 import sys
 
-from ipc.control import Control, StartError, StartFailed
+from ipc.control import Control, StartError, StartFailed, in_a_line
 
 if __name__ == "__main__":
     _control = Control(int(sys.argv[2]), int(sys.argv[3]))
@@ -61,10 +61,11 @@ def run(spec: ChildSpec, control: Control, module: str) -> int:
         control.report(StartFailed(str(error)))
     except Exception as error:
         if control.is_ready:
-            log.exception("%s failed", spec.role)
+            log.error("%s; this process ends (--log-level debug shows where)", in_a_line(error))
+            log.debug("where it failed", exc_info=True)
         else:
             log.debug("%s failed to start", spec.role, exc_info=True)
-            control.report(StartFailed(f"{type(error).__name__}: {error} (--log-level debug shows where)"))
+            control.report(StartFailed(f"{in_a_line(error)} (--log-level debug shows where)"))
     return 1
 
 

@@ -83,16 +83,18 @@ class Fleet:
 
     async def replace(self, ended: Iterable[Process]) -> list[Process]:
         """Successors of processes that have ended. StartError as in `start_all`."""
-        return await self._fill((process.role, process.index) for process in ended)
+        ended = list(ended)
+        after_crash = any(process.crashed for process in ended if process.role == "worker")
+        return await self._fill(((process.role, process.index) for process in ended), after_crash)
 
-    async def _fill(self, places: Iterable[Place]) -> list[Process]:
+    async def _fill(self, places: Iterable[Place], after_crash: bool = False) -> list[Process]:
         """Start one process in each place; they share an incarnation, and the ranks among them a meeting point."""
         # Later than the last one even if the clock was set back: what is older is taken for a message of the dead.
         incarnation = self._incarnation = max(self._incarnation + 1, time.time_ns())
         rendezvous_port = free_loopback_port() if self._engine.config.worker.tp > 1 else 0
         started = []
         for role, index in places:
-            spec = self._specification(role, index, incarnation, rendezvous_port)
+            spec = self._specification(role, index, incarnation, rendezvous_port, after_crash)
             process = Process(spec, self._on_change)
             try:
                 file = self._directory.write_private(f"{role}-{index}.json", msgspec.json.encode(spec))
@@ -104,7 +106,9 @@ class Fleet:
             started.append(process)
         return started
 
-    def _specification(self, role: Role, index: int, incarnation: int, rendezvous_port: int) -> ChildSpec:
+    def _specification(
+        self, role: Role, index: int, incarnation: int, rendezvous_port: int, after_crash: bool
+    ) -> ChildSpec:
         return ChildSpec(
             role=role,
             index=index,
@@ -122,4 +126,5 @@ class Fleet:
             listen_fd=self._listener.fileno() if role == "frontend" and self._listener is not None else -1,
             rendezvous_port=rendezvous_port if role == "worker" else 0,
             generation=self._engine.generation,
+            after_crash=after_crash and role == "worker",
         )

@@ -12,7 +12,10 @@ import msgspec
 
 from config.schema import ChildSpec
 from config.sources import API_KEYS_VARIABLE
-from ipc.control import Idle, Order, Progress, Ready, StartFailed, Status, Unresponsive
+from ipc.control import Alive, Idle, Progress, Ready, StartFailed, Status, ToChild, Unresponsive
+
+# A segmentation fault and its kind; a failed assertion in a library, or an exception that nobody caught there.
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -38,6 +41,7 @@ class Process:
         self.start_failure: str | None = None
         self.unresponsive: Unresponsive | None = None  # the latest that it has said of others
         self.hang: str | None = None  # why it had to be killed
+        self.pinged: float | None = None  # when, on the monotonic clock, until it has answered
         self.told_to_end = False
         self.exit_status: int | None = None  # negative: the number of the signal that killed it
         self._spec = spec
@@ -51,6 +55,11 @@ class Process:
     @property
     def alive(self) -> bool:
         return self.exit_status is None
+
+    @property
+    def crashed(self) -> bool:
+        """Whether it has broken off its own work, without a word: nobody sends such a signal."""
+        return self.ready and self.exit_status is not None and -self.exit_status in _CRASHES
 
     @property
     def pid(self) -> int | None:
@@ -87,7 +96,7 @@ class Process:
         asyncio.get_running_loop().add_reader(self._status_fd, self._read_status)
         self._waiter = asyncio.create_task(self._wait(self._process))
 
-    def order(self, order: Order) -> None:
+    def order(self, order: ToChild) -> None:
         """Tell it; a process that is gone or does not read is found by other means."""
         with contextlib.suppress(OSError):
             os.write(self._order_fd, msgspec.json.encode(order) + b"\n")
@@ -156,4 +165,7 @@ class Process:
                 self.idle = True
             case Unresponsive():
                 self.unresponsive = status
+            case Alive():
+                self.pinged = None
+                return  # no news for anybody
         self._on_change(self)

@@ -59,7 +59,7 @@ class Recovery:
         return min((outage.deadline for outage in self._outages), default=None)
 
     def died(self, process: Process) -> None:
-        """Note a process that ended without having been told to."""
+        """Note a process that ended without having been told to, or that hangs."""
         self._dead.append(process)
 
     def hangs(self, report: Unresponsive) -> bool:
@@ -68,7 +68,9 @@ class Recovery:
         Not only once it has ended: one that waits for its device inside the kernel cannot even be killed.
         """
         for process in self._fleet.of("worker"):
-            if process.index == 0 and process.incarnation == report.incarnation and not process.told_to_end:
+            if process.index or process.hang is not None or process.told_to_end:
+                continue
+            if process.incarnation == report.incarnation:
                 process.hang = report.problem
                 self.died(process)
                 return True

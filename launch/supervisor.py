@@ -1,8 +1,8 @@
 """Starts the processes of the engine, watches them, and ends them together.
 
-What does not belong here: one process's pipes (`launch.process`), what each is told (`launch.fleet`), which ones are
-replaced after a death (`launch.recovery`), sockets and directories (`launch.listen`, `launch.run_dir`), and anything
-that knows what a role does.
+What does not belong here: one process's pipes (`launch.process`), what each is told (`launch.fleet`), which ones hang
+(`launch.heartbeat`) or are replaced after a death (`launch.recovery`), sockets and directories (`launch.listen`,
+`launch.run_dir`), and anything that knows what a role does.
 
 Life of a run: start all -> all ready -> dead ones are replaced -> a signal comes, or there is no recovery -> all end.
 """
@@ -20,6 +20,7 @@ from typing import get_args
 
 from ipc.control import Drain, Fail, StartError
 from launch.fleet import ROLE_MODULES, Engine, Fleet, Role
+from launch.heartbeat import Heartbeats
 from launch.listen import address_of, reachable
 from launch.process import Process
 from launch.progress import StartDisplay
@@ -53,6 +54,7 @@ class Supervisor:
         self._directory = RunDirectory(engine.config.tokenizer.tokenizers)
         self._fleet = Fleet(engine, self._directory, listener, modules, self._on_change)
         self._recovery = Recovery(self._settings, self._fleet, display)
+        self._heartbeats = Heartbeats(self._fleet, self._settings.hang_timeout)
         self._changed = asyncio.Event()
         self._signals = 0
         self._failure: str | None = None  # why the engine is lost
@@ -98,6 +100,7 @@ class Supervisor:
         """Wait until `done()`, replacing dead processes meanwhile; False when the time is up or the engine is lost."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
+            looks_again = self._find_hanging()
             problem = await self._recovery.step()
             self._failure = self._failure or problem
             if self._failure is not None:
@@ -106,7 +109,16 @@ class Supervisor:
                 return True
             if deadline is not None and time.monotonic() >= deadline:
                 return False
-            await self._wait_change(min(filter(None, (deadline, self._recovery.deadline)), default=None))
+            await self._wait_change(min(filter(None, (deadline, self._recovery.deadline, looks_again)), default=None))
+
+    def _find_hanging(self) -> float | None:
+        """Take processes that hang for dead, while those that die are replaced; when to look again."""
+        if not self._recovery.active:  # who loads or drains has time limits of its own
+            return None
+        for process in self._heartbeats.look(time.monotonic()):
+            self._died = True
+            self._recovery.died(process)
+        return self._heartbeats.deadline
 
     async def _wait_change(self, deadline: float | None) -> bool:
         """Wait until something has changed since the last call; False when that takes too long."""

@@ -118,6 +118,7 @@ class SchedulerCore:
         self._next_order = 0
         self._freed_rows: list[int] = []
         self.wake_at: float | None = None  # when waiting for a batch to fill ends, if that is what it does
+        self._lost: list[Request] = []  # those that ran when the ranks were lost, until they are back
         self._failed: str | None = None
 
     @property
@@ -140,9 +141,12 @@ class SchedulerCore:
             case PeerLost(_, peer):
                 for request in [request for request in self.requests.values() if request.peer == peer]:
                     self._abort(request)
-            case EngineReady(time):
+            case EngineReady(time, after_crash):
                 self.engine_ready = self._failed is None
                 self._outages.end(time)
+                for request in self._lost:
+                    request.lost_in_step |= after_crash
+                self._lost = []
             case EngineLost(time, in_step):
                 self._outages.begin(time)
                 self._lose_engine(in_step, outboxes)
@@ -222,7 +226,7 @@ class SchedulerCore:
         self.engine_ready = False
         self._in_flight.clear()
         self._freed_rows.clear()
-        running = self.planner.reset(self._next_step)
+        running = self._lost = self.planner.reset(self._next_step)
         self.counters.recoveries += 1
         for request in self.requests.values():
             request.uncached = len(request.tokens)

@@ -63,6 +63,7 @@ class EngineReady(Struct, frozen=True, gc=False, tag=True, array_like=True):
     """All ranks are there, with empty KV."""
 
     time: float
+    after_crash: bool = False  # those before were lost because one of them crashed without a word
 
 
 class EngineFailed(Struct, frozen=True, gc=False, tag=True, array_like=True):

@@ -96,7 +96,7 @@ class Scheduler:
     async def run(self) -> int:
         """Serve until told to end."""
         loop = asyncio.get_running_loop()
-        self._control.listen(lambda order: loop.call_soon_threadsafe(self._obey, order))
+        self._control.listen(lambda order: loop.call_soon_threadsafe(self._obey, order), loop)
         self._tokenizers.start()
         self._workers.start()
         # A full collection over a large radix tree takes tens of milliseconds and finds nothing: it makes no cycles.
@@ -237,7 +237,7 @@ class Scheduler:
         if not self._ranks.reported(rank, self._workers.incarnation_of(rank)):
             return
         self._step_failed = False
-        self._handle(EngineReady(time.monotonic()))
+        self._handle(EngineReady(time.monotonic(), message.after_crash))
         self._publish()
         if self._serving:
             log.info("all ranks are back")

@@ -110,7 +110,7 @@ class Request:
         self.promised = 0  # further blocks that are kept available for it
         self.losses = 0  # how often running ranks died with it since it last got a token
         self.tokens_at_loss = 0
-        self.lost_in_step = False  # the last time because a step failed
+        self.lost_in_step = False  # the last time because a step failed, or a rank crashed in it
         self.row = -1  # of the workers' state; -1 unless running
         self.admitted_in = -1  # the step in which it last got a row,
         self.started = arrival  # and when

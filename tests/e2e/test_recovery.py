@@ -164,10 +164,11 @@ def test_streams_go_on_after_a_rank_was_stopped(engine: Server) -> None:
 
 
 @pytest.mark.parametrize("victim", ["tokenizer-0", "scheduler-0", "frontend-0"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_requests_behind_another_dead_process_hear_of_it_and_the_next_one_is_served(
-    engine: Server, victim: str
+    engine: Server, victim: str, number: signal.Signals
 ) -> None:
-    """B089."""
+    """B089. A stopped process is one that hangs."""
 
     async def main() -> None:
         async with client_of(engine) as client:
@@ -179,10 +180,10 @@ def test_requests_behind_another_dead_process_hear_of_it_and_the_next_one_is_ser
             bodies = [request_of(number, max_tokens=2000) for number in range(4)]
             streams = [asyncio.create_task(client.complete(body)) for body in bodies]
             await client.all_running(len(streams))
-            before[victim].send_signal(signal.SIGKILL)
+            before[victim].send_signal(number)
             if victim != "frontend-0":
                 await client.until("/health/ready", lambda status, _: status == 503)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(10 if number == signal.SIGKILL else 40):
                 for answer in await asyncio.gather(*streams):
                     assert not answer.done
                     if victim == "frontend-0":

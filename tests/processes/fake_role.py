@@ -75,6 +75,12 @@ def main(spec: ChildSpec, control: Control) -> int:
 
     if behaviour.startswith("accuses"):
         signal.signal(signal.SIGUSR1, on_accusation)  # the ranks that started with it, or older ones
+
+    def on_accident(number: int, frame: object) -> None:
+        raise ExceptionGroup("unhandled errors in a TaskGroup", [ValueError("the dog ate it\nall of it")])
+
+    if behaviour == "fails":
+        signal.signal(signal.SIGUSR1, on_accident)
     control.listen(on_order)
     control.ready()
     write("ready")

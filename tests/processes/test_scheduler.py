@@ -63,7 +63,7 @@ class Launcher:
         self.reports: list[Status] = []
         self.order: Callable[[Order], object] = lambda order: None
 
-    def listen(self, on_order: Callable[[Order], object]) -> None:
+    def listen(self, on_order: Callable[[Order], object], loop: object = None) -> None:
         self.order = on_order
 
     def stage(self, name: str, fraction: float | None = None) -> None:

@@ -207,6 +207,88 @@ def test_ranks_that_hang_are_killed_and_replaced(launch: Launch) -> None:
     assert stop(launcher) == 1
 
 
+def test_processes_that_are_stopped_are_replaced_as_dead_ones_are(launch: Launch) -> None:
+    launcher = launch(*TWO_OF_EACH, "--hang-timeout", "1.5", "--max-restarts", "3")
+    launcher.wait_ready()
+    victims = {victim: launcher.pids(victim)[0] for victim in ("worker-1", "tokenizer-1", "frontend-0")}
+    for pid in victims.values():
+        os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: launcher.errors.count("back after") == 3, "the recovery")
+    for victim, pid in victims.items():
+        assert f"{victim.replace('-', ' ')} was killed because it hangs: no sign of life for " in launcher.errors
+        assert not is_alive(pid)
+    replaced = {"worker-0", *victims}
+    assert {place: launcher.lives(place) for place in PLACES} == {place: 1 + (place in replaced) for place in PLACES}
+    assert stop(launcher) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "replaced"),
+    [
+        ("worker-1", {"worker-0", "worker-1"}),
+        ("scheduler-0", {"scheduler-0", "worker-0", "worker-1"}),
+        ("tokenizer-1", {"tokenizer-1"}),
+        ("frontend-0", {"frontend-0"}),
+    ],
+)
+def test_a_stopped_process_takes_along_whom_a_dead_one_would(launch: Launch, victim: str, replaced: set[str]) -> None:
+    launcher = launch(*TWO_OF_EACH, "--hang-timeout", "3")
+    launcher.wait_ready()
+    os.kill(launcher.pids(victim)[0], signal.SIGSTOP)
+    wait_for(lambda: "back after" in launcher.errors, "the recovery")
+    assert {place: launcher.lives(place) for place in PLACES} == {place: 1 + (place in replaced) for place in PLACES}
+    assert stop(launcher) == 1
+
+
+@pytest.mark.slow
+def test_a_stopped_process_ends_everything_where_a_death_would(launch: Launch) -> None:
+    launcher = launch("--hang-timeout", "2", "--max-restarts", "0")
+    launcher.wait_ready()
+    os.kill(launcher.pids("tokenizer-0")[0], signal.SIGSTOP)
+    assert launcher.wait_end() == 1
+    reason = "tokenizer 0 was killed because it hangs: no sign of life for 2 s"
+    assert any(event.startswith(f"frontend-0 fail {reason}") for event in launcher.events)
+
+
+@pytest.mark.slow
+def test_a_stopped_launcher_does_not_take_the_others_for_dead(launch: Launch) -> None:
+    launcher = launch("--hang-timeout", "2")
+    launcher.wait_ready()
+    os.kill(launcher.process.pid, signal.SIGSTOP)
+    time.sleep(5)  # longer than any of them may be silent
+    os.kill(launcher.process.pid, signal.SIGCONT)
+    time.sleep(2)
+    assert stop(launcher) == 0
+    assert all(launcher.lives(f"{role}-0") == 1 for role in ("worker", "scheduler", "tokenizer", "frontend"))
+
+
+def test_ranks_are_told_whether_one_before_them_crashed(launch: Launch) -> None:
+    launcher = launch("--tp", "2")
+    launcher.wait_ready()
+    [directory] = launcher.run_parent.iterdir()
+    for life, (number, crash) in enumerate([(signal.SIGSEGV, True), (signal.SIGKILL, False)], 1):
+        os.kill(launcher.pids("worker-1")[-1], number)
+        wait_for(lambda count=life: launcher.errors.count("back after") == count, "the recovery")
+        specs = {path.stem: json.loads(path.read_text()) for path in directory.glob("*.json")}
+        assert specs["worker-0"]["after_crash"] is specs["worker-1"]["after_crash"] is crash
+        assert specs["scheduler-0"]["after_crash"] is False
+    assert stop(launcher) == 1
+
+
+@pytest.mark.parametrize(("level", "shown"), [("info", False), pytest.param("debug", True, marks=pytest.mark.slow)])
+def test_an_error_of_a_running_process_is_one_line(launch: Launch, level: str, shown: bool) -> None:
+    launcher = launch("--log-level", level, behaviour={"tokenizer-0": ["fails", "obey"]})
+    launcher.wait_ready()
+    os.kill(launcher.pids("tokenizer-0")[0], signal.SIGUSR1)
+    wait_for(lambda: "tokenizer 0 is back after" in launcher.errors, "the recovery")
+    [line] = [line for line in launcher.errors.splitlines() if "ValueError: the dog ate it;" in line]
+    assert "tokenizer-0 ERROR" in line
+    assert line.endswith("this process ends (--log-level debug shows where)")
+    assert ("Traceback" in launcher.errors) == shown
+    assert stop(launcher) == 1
+
+
 def test_a_report_about_ranks_that_are_gone_does_not_harm_their_successors(launch: Launch) -> None:
     launcher = launch(behaviour={"scheduler-0": "accuses predecessors"})
     launcher.wait_ready()

@@ -221,7 +221,7 @@ def test_an_invalid_plan_and_a_fail_order_end_it(model_path: Path, tmp_path: Pat
     ((status, reports, log),) = run_ranks(model_path, tmp_path, send_nonsense)
     assert status == 1
     assert not any(isinstance(report, StartFailed) for report in reports)
-    assert "a plan of the scheduler is invalid: scheduled: row 1 is not in use; this rank ends" in log
+    assert "the scheduler's plan of step 0 is invalid: scheduled: row 1 is not in use; this rank ends" in log
     assert "Traceback" not in log
 
     async def fail(send, results, ranks) -> None:

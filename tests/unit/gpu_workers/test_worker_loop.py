@@ -93,7 +93,7 @@ def test_an_invalid_plan_ends_the_loop_with_one_clear_line(tmp_path, caplog):
     assert status == 1
     assert not any(isinstance(message, StepResult) for message in received)
     assert [record.getMessage() for record in caplog.records if record.name == "gpu_workers.step_loop"] == [
-        "a plan of the scheduler is invalid: scheduled: row 0 is not in use; this rank ends"
+        "the scheduler's plan of step 0 is invalid: scheduled: row 0 is not in use; this rank ends"
     ]
 
 
@@ -113,9 +113,47 @@ def test_whatever_fails_in_a_step_is_said_and_ends_the_loop(tmp_path, caplog, ki
     assert status == 1
     assert [message.step for message in received if isinstance(message, StepResult)] == [0]
     assert [record.getMessage() for record in caplog.records if record.name == "gpu_workers.step_loop"] == [
-        f"a step failed: {kind.__name__}: no copy of [[7, 2]]; this rank ends"
+        f"step 1 failed: {kind.__name__}: no copy of [[7, 2]]; this rank ends"
     ]
     assert received[-1] == StepFailed(1)
+
+
+def test_a_result_that_cannot_be_sent_is_a_failed_step(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(Runner, "execute", lambda runner, plan: StepResult(plan.step, object()))
+
+    async def talk(send, until, stop):
+        send(plan(0, [(0, 0, 3, 1)], new=[new_row(0, [1, 2, 3], [4])]))
+
+    with caplog.at_level(logging.INFO, logger="gpu_workers"):
+        status, received = run_worker(tmp_path, talk)
+    assert status == 1
+    assert received[1:] == [StepFailed(0)]
+    [record] = [record for record in caplog.records if record.name == "gpu_workers.step_loop"]
+    assert record.getMessage().startswith("step 0 failed: TypeError: ")
+
+
+def test_what_nobody_expects_is_said_in_one_line_with_the_step(tmp_path, caplog, monkeypatch):
+    recv = BlockingDealer.recv
+
+    def fail_after_a_plan(link, timeout=None):
+        if taken:
+            raise OSError("the socket is on fire\nand so is the house")
+        message = recv(link, timeout)
+        taken.extend([message] if message else [])
+        return message
+
+    taken = []
+    monkeypatch.setattr(BlockingDealer, "recv", fail_after_a_plan)
+
+    async def talk(send, until, stop):
+        send(plan(0, [(0, 0, 3, 1)], new=[new_row(0, [1, 2, 3], [4])]))
+
+    with caplog.at_level(logging.INFO, logger="gpu_workers"):
+        status, _ = run_worker(tmp_path, talk)
+    assert status == 1
+    assert [record.getMessage() for record in caplog.records if record.name == "gpu_workers.step_loop"] == [
+        "unexpected error after step 0: OSError: the socket is on fire; this rank ends"
+    ]
 
 
 def test_an_idle_rank_ends_when_told_to(tmp_path):

@@ -1,5 +1,6 @@
 """Orders and reports between the launcher and a child, over real pipes."""
 
+import asyncio
 import os
 import queue
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ipc.control import Control, Drain, Fail, Idle, Order, Progress, Ready, StartFailed, Status
+from ipc.control import Alive, Control, Drain, Fail, Idle, Order, Ping, Progress, Ready, StartFailed, Status, in_a_line
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -72,3 +73,50 @@ def test_the_end_of_the_order_pipe_ends_a_process_that_is_busy() -> None:
         os.close(read)
         os.close(write)
         assert child.wait(30) == 70
+
+
+def test_a_ping_is_answered_by_a_thread_even_while_the_process_is_busy() -> None:
+    order_read, order_write = os.pipe()
+    status_read, status_write = os.pipe()
+    control = Control(order_read, status_write)
+    control.listen(lambda order: None)
+    os.write(order_write, msgspec.json.encode(Ping()) + b"\n")
+    assert msgspec.json.decode(os.read(status_read, 100), type=Status) == Alive()
+
+
+def test_a_ping_is_answered_by_the_loop_only_when_that_gets_on() -> None:
+    order_read, order_write = os.pipe()
+    status_read, status_write = os.pipe()
+    os.set_blocking(status_read, False)
+    control = Control(order_read, status_write)
+    told: queue.SimpleQueue[Order] = queue.SimpleQueue()
+
+    async def main() -> bytes:
+        control.listen(told.put, asyncio.get_running_loop())
+        for order in (Ping(), Drain()):
+            os.write(order_write, msgspec.json.encode(order) + b"\n")
+        assert told.get(timeout=10) == Drain()  # the loop hangs meanwhile, and the thread has gone past the ping
+        with pytest.raises(BlockingIOError):
+            os.read(status_read, 100)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return os.read(status_read, 100)
+
+    assert msgspec.json.decode(asyncio.run(main()), type=Status) == Alive()
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("one\ntwo"), "ValueError: one"),
+        (KeyError("x"), "KeyError: 'x'"),
+        (MemoryError(), "MemoryError"),
+        (
+            ExceptionGroup("several", [ExceptionGroup("inner", [OSError("no disk")]), ValueError("x")]),
+            "OSError: no disk",
+        ),
+        (RuntimeError("x" * 10_000), "RuntimeError: " + "x" * 386),
+    ],
+)
+def test_an_error_in_a_line(error: BaseException, line: str) -> None:
+    assert in_a_line(error) == line

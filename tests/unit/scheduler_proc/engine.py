@@ -203,8 +203,8 @@ class Engine:
         self.worker.next_step = step
         self.handle(EngineLost(self.time, in_step))
 
-    def recover(self) -> None:
-        self.handle(EngineReady(self.time))
+    def recover(self, after_crash: bool = False) -> None:
+        self.handle(EngineReady(self.time, after_crash))
 
     def fail(self) -> None:
         self.plans.clear()

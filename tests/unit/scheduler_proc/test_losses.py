@@ -44,10 +44,11 @@ def test_a_request_during_which_the_ranks_die_again_and_again_is_given_up() -> N
     assert len(engine.outputs[2]) == 3
 
 
+@pytest.mark.parametrize("said", [True, False], ids=["a rank says so", "a rank crashes without a word"])
 @pytest.mark.parametrize("outputs", [0, 3], ids=["at once", "in the midst of its output"])
 @pytest.mark.parametrize("place", [0, 4, 9])
-def test_a_request_that_kills_the_ranks_fails_alone(place: int, outputs: int) -> None:
-    """As one does whose logits are NaN: no step that samples for it has a result, for nobody in it."""
+def test_a_request_that_kills_the_ranks_fails_alone(place: int, outputs: int, said: bool) -> None:
+    """As one does whose logits are NaN, or that meets a segmentation fault: no step for it has a result for anybody."""
     engine = Engine(num_blocks=200, max_seqs=16, max_step_tokens=256)
     for number in range(10):
         engine.submit(number, [number + 1, 2, 3, 4], 12, stops=())
@@ -63,8 +64,8 @@ def test_a_request_that_kills_the_ranks_fails_alone(place: int, outputs: int) ->
     while engine.core.requests:
         if kills():
             deaths += 1
-            engine.lose_engine(in_step=True)
-            engine.recover()
+            engine.lose_engine(in_step=said)
+            engine.recover(after_crash=not said)
         else:
             engine.step()
     assert deaths == MAX_LOSSES
