@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 import zmq
 
 from config.schema import (
@@ -79,7 +80,10 @@ class Launcher:
 class Rank:
     """One rank; it keeps plans until `work` lets it answer, and computes like `FakeWorker`."""
 
-    def __init__(self, endpoint: str, index: int, incarnation: int, *, quick: bool = True) -> None:
+    def __init__(
+        self, endpoint: str, index: int, incarnation: int, *, quick: bool = True, after_crash: bool = False
+    ) -> None:
+        self._after_crash = after_crash
         self.plans: list[StepPlan] = []
         self.alive = True
         self.quick = quick
@@ -92,7 +96,7 @@ class Rank:
         self.dealer.start()
 
     def _hello(self) -> None:
-        self.dealer.send(WorkerReady(self._index, NUM_BLOCKS))
+        self.dealer.send(WorkerReady(self._index, NUM_BLOCKS, after_crash=self._after_crash))
 
     def _on_plan(self, plan: StepPlan) -> None:
         self.plans.append(plan)
@@ -188,11 +192,12 @@ class Setting:
         self.stats: list[Stats] = []
         self.ranks: list[Rank] = []
 
-    def start_ranks(self, *, quick: bool = True) -> list[Rank]:
+    def start_ranks(self, *, quick: bool = True, after_crash: bool = False) -> list[Rank]:
         """A new generation."""
         incarnation = next(incarnations)
         tp = self.spec.config.worker.tp
-        ranks = [Rank(self.spec.endpoints.workers, index, incarnation, quick=quick) for index in range(tp)]
+        endpoint = self.spec.endpoints.workers
+        ranks = [Rank(endpoint, index, incarnation, quick=quick, after_crash=after_crash) for index in range(tp)]
         self.ranks += ranks
         return ranks
 
@@ -271,6 +276,38 @@ def test_successors_may_connect_before_the_loss_of_their_predecessors_is_noticed
             await until(lambda: 1 in tokenizer.ended)
             assert tokenizer.tokens[1] == continuation([1, 2, 3], 10, frozenset())
             await until(lambda: setting.stats[-1].recoveries == 1)
+        assert setting.errors == []
+
+    run(body)
+
+
+@pytest.mark.parametrize("after_crash", [True, False])
+def test_requests_of_ranks_that_crash_again_and_again_run_one_by_one(tmp_path: Path, after_crash: bool) -> None:
+    """Of ranks that were killed they do not: then each would only be in danger for longer."""
+
+    async def body() -> None:
+        async with running(tmp_path) as (setting, tokenizer):
+            [rank] = setting.start_ranks(quick=False)
+            await until(lambda: setting.launcher.is_ready)
+            rank.die()
+            await until(lambda: not setting.stats[-1].engine_ready)
+            tokenizer.submit(1, [1, 2, 3], 5)
+            tokenizer.submit(2, [4, 5, 6], 5)
+            await until(lambda: setting.stats[-1].waiting == 2)
+            for losses in (2, 3):
+                [rank] = setting.start_ranks(quick=False, after_crash=after_crash)
+                await until(lambda rank=rank: sum(len(plan.new_rows) for plan in rank.plans) == 2)
+                rank.die()
+                await until(lambda losses=losses: setting.stats[-1].recoveries == losses)
+            [rank] = setting.start_ranks(quick=False, after_crash=after_crash)
+            await until(lambda: len(rank.plans) == 2)
+            assert sum(len(plan.new_rows) for plan in rank.plans) == (1 if after_crash else 2)
+            while len(tokenizer.ended) < 2:
+                if rank.plans:
+                    rank.work()
+                await asyncio.sleep(0.001)
+            for request_id, prompt in ((1, [1, 2, 3]), (2, [4, 5, 6])):
+                assert tokenizer.tokens[request_id] == continuation(prompt, 5, frozenset())
         assert setting.errors == []
 
     run(body)
