@@ -386,8 +386,8 @@ void Attention::plan(const TmStep& step, int threads) {
 
 template <class Element>
 void Attention::attend_split(const TmStep& step, const float* const* queries, const int64_t* positions, int rows,
-                             int layer, int64_t window, const Task& task, int64_t split, Scratch& scratch,
-                             float* states) const {
+                             int layer, int64_t window, const Task& task, int64_t split, const Task* next,
+                             Scratch& scratch, float* states) const {
     const int64_t block_size = sizes_.block_size, dim = sizes_.head_dim, width = layout_.value_width;
     const int64_t tile_blocks = std::max<int64_t>(1, kTile / block_size);
     const int64_t split_blocks = std::max<int64_t>(1, kSplit / block_size);
@@ -395,12 +395,16 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
     const int64_t first_block = split * split_blocks;
     const int64_t end_block = std::min(first_block + split_blocks, last_position / block_size + 1);
     const int64_t stride = tile_blocks * layout_.keys;
-    const int32_t* table = step.block_tables + step.table_rows[task.sequence] * step.table_width;
     const auto* pool = static_cast<const unsigned char*>(sizes_.kv);
-    const auto head_of = [&](int64_t block) {
+    const auto head_of = [&](const Task& task, int64_t block) {
+        const int32_t* table = step.block_tables + step.table_rows[task.sequence] * step.table_width;
         return reinterpret_cast<const Element*>(pool + (table[block] * sizes_.num_layers + layer) * layout_.block_bytes) +
                task.kv_head * layout_.head_elements;
     };
+    // What is read after this: this task's next tile, or of the next task its first one, mostly.
+    const int64_t task_end = task.split < 0 ? last_position / block_size + 1 : end_block;
+    const int64_t next_first = next ? std::max(next->split, 0) * split_blocks : 0;
+    const int64_t next_end = next ? step.positions[next->end - 1] / block_size + 1 : 0;
     for (int r = 0; r < rows; r++) reset(states + r * state_width(), width);
     TileBlocks<Element> blocks;
     // The first query is the one that sees furthest back.
@@ -410,8 +414,10 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
         const int64_t tile_end = std::min(tile + tile_blocks, end_block);
         blocks.count = tile_end - tile;
         for (int64_t i = 0; i < blocks.count; i++) {
-            blocks.blocks[i] = head_of(tile + i);
-            blocks.ahead[i] = tile + i + tile_blocks < end_block ? head_of(tile + i + tile_blocks) - blocks.blocks[i] : 0;
+            blocks.blocks[i] = head_of(task, tile + i);
+            blocks.ahead[i] = 0;
+            if (tile + i + tile_blocks < task_end) blocks.ahead[i] = head_of(task, tile + i + tile_blocks) - blocks.blocks[i];
+            else if (next_first + i < next_end) blocks.ahead[i] = head_of(*next, next_first + i) - blocks.blocks[i];
         }
         score_tile(queries, rows, blocks, dim, layout_.keys, scratch.scores.data(), stride);
         const int64_t count = (tile_end - tile) * layout_.keys;
@@ -460,7 +466,7 @@ void Attention::attend_split(const TmStep& step, const float* const* queries, co
 
 template <class Element>
 void Attention::attend_task(const TmStep& step, const Buffer& q, const Buffer& out, int layer, int64_t window,
-                            const Task& task, Scratch& scratch) {
+                            const Task& task, const Task* next, Scratch& scratch) {
     const int group = this->group();
     const int64_t width = layout_.value_width, blocks = std::max<int64_t>(1, kSplit / sizes_.block_size);
     const float** queries = scratch.queries.data();
@@ -475,16 +481,16 @@ void Attention::attend_task(const TmStep& step, const Buffer& q, const Buffer& o
             }
         }
         if (task.split >= 0) {
-            attend_split<Element>(step, queries, positions, rows, layer, window, task, task.split, scratch,
-                                  partials_.data() + (task.partial + (first - task.begin) * group) * state_width());
+            attend_split<Element>(step, queries, positions, rows, layer, window, task, task.split, next,
+                                  scratch, partials_.data() + (task.partial + (first - task.begin) * group) * state_width());
             continue;
         }
         const int64_t splits = positions[rows - 1] / (blocks * sizes_.block_size) + 1;
         const int64_t first_split = first_seen(positions[0], window) / (blocks * sizes_.block_size);
         float* total = scratch.total.data();
-        attend_split<Element>(step, queries, positions, rows, layer, window, task, first_split, scratch, total);
+        attend_split<Element>(step, queries, positions, rows, layer, window, task, first_split, next, scratch, total);
         for (int64_t split = first_split + 1; split < splits; split++) {
-            attend_split<Element>(step, queries, positions, rows, layer, window, task, split, scratch,
+            attend_split<Element>(step, queries, positions, rows, layer, window, task, split, next, scratch,
                                   scratch.values.data());
             for (int r = 0; r < rows; r++) {
                 merge(total + r * state_width(), scratch.values.data() + r * state_width(), width);
@@ -504,10 +510,12 @@ void Attention::finish(const Buffer& out, int64_t token, int head, const float* 
 }
 
 void Attention::attend(Pool& pool, const TmStep& step, const Buffer& q, const Buffer& out, int layer, int64_t window) {
-    pool.run(static_cast<int64_t>(tasks_.size()), [&](int64_t index, int thread) {
-        const Task& task = tasks_[index];
+    // In turn: a thread asks for what its next task reads.
+    const auto tasks = static_cast<int64_t>(tasks_.size());
+    pool.run_in_turn(tasks, [&](int64_t index, int thread) {
+        const Task* next = index + 1 < tasks ? &tasks_[index + 1] : nullptr;
         with_element(sizes_.kv_type, [&](auto element) {
-            attend_task<decltype(element)>(step, q, out, layer, window, task, scratch_[thread]);
+            attend_task<decltype(element)>(step, q, out, layer, window, tasks_[index], next, scratch_[thread]);
         });
     });
     const int group = this->group();

@@ -66,10 +66,11 @@ class Attention {
                Scratch& scratch) const;
     template <class Element>
     void attend_task(const TmStep& step, const Buffer& q, const Buffer& out, int layer, int64_t window,
-                     const Task& task, Scratch& scratch);
+                     const Task& task, const Task* next, Scratch& scratch);
     template <class Element>
     void attend_split(const TmStep& step, const float* const* queries, const int64_t* positions, int rows, int layer,
-                      int64_t window, const Task& task, int64_t split, Scratch& scratch, float* state) const;
+                      int64_t window, const Task& task, int64_t split, const Task* next, Scratch& scratch,
+                      float* state) const;
     // Memory for the threads: before they start, as one that fails can't say so.
     void reserve(int threads);
     // A few rows at a time keeps scores and states in the cache; any number gives the same result.
