@@ -20,7 +20,7 @@ from .engine import MODEL_NAME
 
 _TOKEN = b'"content":" '
 _DIGITS = 15
-_END_OF_STREAM = b"\r\n0\r\n\r\n"  # of the chunked coding
+_END_OF_STREAM = b"0\r\n\r\n"  # of the chunked coding; it may be read behind the last chunk or alone
 _END_OF_ANSWER = b"}}}"  # of usage, in an answer that does not stream
 _WARM_UP_SECONDS = 1.0
 _LATENCY_OF_ONE_IN = 8  # connections
@@ -42,6 +42,7 @@ class _Connection:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._request = request
         self.asked_at = 0.0
+        self.read_at = 0.0
 
     def ask(self) -> None:
         self.asked_at = time.monotonic()
@@ -75,6 +76,7 @@ def run(port: int, connections: int, tokens: int, seconds: float) -> Counted:
             data = connection.socket.recv(1 << 16)
             if not data:
                 raise SystemExit("the frontend closed a connection")
+            connection.read_at = now
             if counting:
                 counted_tokens += data.count(_TOKEN)
                 if sampled and (last := data.rfind(_TOKEN)) >= 0:
@@ -86,6 +88,9 @@ def run(port: int, connections: int, tokens: int, seconds: float) -> Counted:
                     counted_requests += 1
                     requests.append(int((time.monotonic() - connection.asked_at) * 1e6))
                 connection.ask()
+    silent = sum(key.data[0].read_at < begin + seconds / 2 for key in selector.get_map().values())
+    if silent:  # what the others got would pass for what all of them can get
+        raise SystemExit(f"{silent} of {connections} connections have got nothing for half of the time")
     return Counted(time.monotonic() - begin, counted_tokens, counted_requests, latencies.tolist(), requests.tolist())
 
 
