@@ -39,32 +39,32 @@ class ParsedChatResponder(ChatResponder):
                 self._begun.add(index)
                 events += [self._event(choice, self._head_members(index)) for choice in self._first_choices(index)]
             if isinstance(item, Finished):
-                choices = [self._piece_choice(index, piece) for piece in self._finish(index)]
-                choices.append(self._last_choice(index, item))
+                events += [self._piece_event(index, piece) for piece in self._finish(index)]
+                events.append(self._event(self._last_choice(index, item)))
             else:
-                choices = self._delta_choices(index, item)
-            events += map(self._event, choices)
+                events += self._delta_events(index, item)
         return b"".join(events)
 
     def _first_choices(self, index: int) -> list[bytes]:
         # Null, since it is not known whether there will be text at all.
         return [_choice(index, {"role": "assistant", "content": None})]
 
-    def _delta_choices(self, index: int, item: Delta) -> list[bytes]:
+    def _delta_events(self, index: int, item: Delta) -> list[bytes]:
         pieces = self._push(index, item)
         if not item.logprobs and not self.job.return_token_ids:
-            return [self._piece_choice(index, piece) for piece in pieces]
+            return [self._piece_event(index, piece) for piece in pieces]
         deltas = [_delta(piece) for piece in pieces]
         token_ids = self._token_ids([item])
         # These come with the first piece, or alone while their text is undecided or was markup.
         logprobs = self._logprobs(index, list(item.logprobs)) if item.logprobs else None
         first, *others = deltas or [{}]
-        return [_choice(index, first, logprobs, token_ids), *(_choice(index, delta) for delta in others)]
+        choices = [_choice(index, first, logprobs, token_ids), *(_choice(index, delta) for delta in others)]
+        return [self._event(choice) for choice in choices]
 
-    def _piece_choice(self, index: int, piece: Piece) -> bytes:
+    def _piece_event(self, index: int, piece: Piece) -> bytes:
         if isinstance(piece, Text):  # nearly all are
-            return self._text_choice(index, piece.text, None)
-        return _choice(index, _delta(piece))
+            return self._text_event(index, piece.text)
+        return self._event(_choice(index, _delta(piece)))
 
     def _push(self, index: int, item: Delta) -> Sequence[Piece]:
         parser = self._parser(index)
