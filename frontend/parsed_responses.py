@@ -29,7 +29,7 @@ class ParsedChatResponder(ChatResponder):
     def __init__(self, job: Job, fingerprint: str) -> None:
         super().__init__(job, fingerprint)
         self._parsers: dict[int, OutputParser] = {}
-        self._arguments: dict[int, str] = {}  # of each choice's last call, so far
+        self._arguments: dict[int, list[str]] = {}  # of each choice's last call, so far
 
     def chunks(self, batch: Batch) -> bytes:
         """Server-sent events for what arrived together; empty when nothing is to be said yet."""
@@ -78,9 +78,9 @@ class ParsedChatResponder(ChatResponder):
     def _noted(self, index: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
         for piece in pieces:
             if isinstance(piece, ToolCallBegin):
-                self._arguments[index] = ""
+                self._arguments[index] = []
             elif isinstance(piece, ToolArguments):
-                self._arguments[index] += piece.text
+                self._arguments[index].append(piece.text)
         return pieces
 
     def _parser(self, index: int) -> OutputParser:
@@ -89,7 +89,8 @@ class ParsedChatResponder(ChatResponder):
         return self._parsers[index]
 
     def _reason(self, index: int, end: Finished) -> str:
-        return "tool_calls" if end.reason == "stop" and is_whole(self._arguments.get(index)) else end.reason
+        called = end.reason == "stop" and is_whole("".join(self._arguments.get(index, ())))
+        return "tool_calls" if called else end.reason
 
     def _whole(self, index: int, items: list[Delta], end: Finished) -> ChatChoice:
         pieces = [piece for item in items for piece in self._push(index, item)]
@@ -105,10 +106,10 @@ class ParsedChatResponder(ChatResponder):
         return super()._whole_choice(index, "", logprobs, reason)
 
 
-def is_whole(arguments: str | None) -> bool:
+def is_whole(arguments: str) -> bool:
     """Whether these are the arguments of a call that can be made: a stop string may have cut them."""
     try:
-        return arguments is not None and isinstance(msgspec.json.decode(arguments), dict)
+        return isinstance(msgspec.json.decode(arguments), dict)
     except msgspec.DecodeError:
         return False
 
@@ -138,11 +139,14 @@ def _message(pieces: Sequence[Piece]) -> AssistantMessage:
     text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
     reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
     calls: dict[int, ToolCall] = {}
+    arguments: dict[int, list[str]] = {}
     for piece in pieces:
         if isinstance(piece, ToolCallBegin):
             calls[piece.call] = ToolCall(piece.id, FunctionCall(piece.name, ""))
         elif isinstance(piece, ToolArguments):
-            calls[piece.call].function.arguments += piece.text
+            arguments.setdefault(piece.call, []).append(piece.text)
+    for call, texts in arguments.items():
+        calls[call].function.arguments = "".join(texts)
     return AssistantMessage(
         content=None if calls and not text else text,
         reasoning_content=reasoning or UNSET,

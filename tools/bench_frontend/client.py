@@ -2,16 +2,20 @@
 
     python -m tools.bench_frontend.client PORT CONNECTIONS TOKENS SECONDS
 
-Each connection asks again as soon as it has its answer: for TOKENS streamed ones, or for one that is not streamed when
+Each connection asks again as soon as it has its answer: for TOKENS streamed ones on average, between half and one and a
+half times that, so that the streams do not all begin together again and again; or for one that is not streamed when
 TOKENS is 1. On stdout comes one JSON object, `Counted`.
 """
 
+import itertools
 import json
+import random
 import selectors
 import socket
 import sys
 import time
 from array import array
+from collections.abc import Iterator
 
 import msgspec
 from msgspec import Struct
@@ -24,6 +28,7 @@ _END_OF_STREAM = b"0\r\n\r\n"  # of the chunked coding; it may be read behind th
 _END_OF_ANSWER = b"}}}"  # of usage, in an answer that does not stream
 _WARM_UP_SECONDS = 1.0
 _LATENCY_OF_ONE_IN = 8  # connections
+_LENGTHS = 101  # different lengths of answers
 
 
 class Counted(Struct):
@@ -37,16 +42,16 @@ class Counted(Struct):
 
 
 class _Connection:
-    def __init__(self, port: int, request: bytes) -> None:
+    def __init__(self, port: int, requests: Iterator[bytes]) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._request = request
+        self._requests = requests
         self.asked_at = 0.0
         self.read_at = 0.0
 
     def ask(self) -> None:
         self.asked_at = time.monotonic()
-        self.socket.sendall(self._request)
+        self.socket.sendall(next(self._requests))
 
 
 def request_bytes(tokens: int) -> bytes:
@@ -57,13 +62,20 @@ def request_bytes(tokens: int) -> bytes:
     return head.encode() + data
 
 
+def requests_for(tokens: int) -> Iterator[bytes]:
+    """Requests without end, for so many tokens on average."""
+    lengths = [tokens // 2 + tokens * at // _LENGTHS for at in range(_LENGTHS)] if tokens > 1 else [1]
+    random.Random(0).shuffle(lengths)
+    return itertools.cycle([request_bytes(length) for length in lengths])
+
+
 def run(port: int, connections: int, tokens: int, seconds: float) -> Counted:
     """Ask on all connections at once, and count for so long."""
     end = _END_OF_STREAM if tokens > 1 else _END_OF_ANSWER
     selector = selectors.DefaultSelector()
-    request = request_bytes(tokens)
+    asking = requests_for(tokens)
     for at in range(connections):
-        connection = _Connection(port, request)
+        connection = _Connection(port, asking)
         selector.register(connection.socket, selectors.EVENT_READ, (connection, at % _LATENCY_OF_ONE_IN == 0))
         connection.ask()
     counted_tokens = counted_requests = 0
