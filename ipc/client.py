@@ -44,6 +44,7 @@ from .validation import InvalidRequest, check_pooling, validate_options, validat
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
 T = TypeVar("T")
 A = TypeVar("A", Tokenized, Detokenized)
+_AT_ONCE = 64  # streams that are handed what has arrived before the loop goes on
 # What a request for an embedding says in the place of how to sample.
 EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
@@ -219,15 +220,16 @@ class _Link:
             # else it was aborted here while its outputs were on their way
 
     def _hand_on_soon(self) -> None:
-        # After all messages that wait: behind a burst, what a stream got in several of them is handed on at once, and
-        # what has been written meanwhile leaves.
+        # After all messages that wait: behind a burst, what a stream got in several of them is handed on at once.
         if not self._arrived:
             asyncio.get_running_loop().call_soon(self._hand_on)
 
     def _hand_on(self) -> None:
-        arrived, self._arrived = self._arrived, {}
-        for stream in arrived.values():
-            stream._hand_on()
+        for request_id in tuple(itertools.islice(self._arrived, _AT_ONCE)):
+            self._arrived.pop(request_id)._hand_on()
+        if self._arrived:
+            # What these have sent leaves first, and whoever else waits for the loop has a turn.
+            asyncio.get_running_loop().call_soon(self._hand_on)
 
     def fail_all(self, reason: str) -> None:
         streams, self.streams = self.streams, {}
