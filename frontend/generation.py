@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 
-from ipc.client import AsyncClient, RequestFailed, RequestOptions, Stream
+from ipc.client import AsyncClient, RequestFailed, RequestOptions
 from ipc.messages import Delta, Finished, PromptInfo
 
 from .errors import ApiError
@@ -17,7 +17,7 @@ Batch = list[tuple[int, Delta | Finished]]  # choice index over all prompts, and
 
 
 class Generation:
-    """Runs a job. Iterate over `batches()` once; call `close()` whatever happens."""
+    """Runs a job. Call `deliver` once, and `close()` whatever happens."""
 
     def __init__(self, client: AsyncClient, job: Job, request_id: str, metrics: Metrics, tenant: str = "") -> None:
         self._metrics = metrics
@@ -26,7 +26,6 @@ class Generation:
         self._choices = job.params.n
         self._renamed = job.renamed
         self._ends: dict[int, Finished] = {}
-        self._tasks: list[asyncio.Task[None]] = []
         options: RequestOptions = {
             **job.options,
             "external_id": request_id,
@@ -35,45 +34,32 @@ class Generation:
         }
         self._streams = [client.generate(prompt, job.params, **options) for prompt in job.prompts]
 
-    async def batches(self) -> AsyncIterator[Batch]:
-        """What arrives, until every choice has finished. Raises `ApiError` when the engine gives up."""
+    async def deliver(self, take: Callable[[Batch], None]) -> None:
+        """Call `take` with each batch, from the callback in which it arrives, until every choice has finished.
+
+        Raises `ApiError` when the engine gives up, and what `take` raises.
+        """
+
+        def taking(first_index: int) -> Callable[[list[Delta | Finished]], None]:
+            return lambda items: take(self._note(first_index, items))
+
+        streams = [stream.deliver(taking(at * self._choices)) for at, stream in enumerate(self._streams)]
         try:
-            if len(self._streams) == 1:
-                async for items in self._streams[0]:
-                    yield self._note([(item.index, item) for item in items])
+            if len(streams) == 1:
+                await streams[0]
             else:
-                async for batch in self._merged():
-                    yield self._note(batch)
+                await asyncio.gather(*streams)
         except RequestFailed as error:
             raise ApiError.of_failed(error.failed).renamed(self._renamed) from None
         self._metrics.request_latency.observe(time.monotonic() - self._started)
 
-    async def _merged(self) -> AsyncIterator[Batch]:
-        queue: asyncio.Queue[Batch | RequestFailed | None] = asyncio.Queue()  # bounded by what the engine generates
-
-        async def pump(first_index: int, stream: Stream) -> None:
-            try:
-                async for items in stream:
-                    queue.put_nowait([(first_index + item.index, item) for item in items])
-                queue.put_nowait(None)
-            except RequestFailed as error:
-                queue.put_nowait(error)
-
-        self._tasks = [asyncio.create_task(pump(at * self._choices, stream)) for at, stream in enumerate(self._streams)]
-        running = len(self._tasks)
-        while running:
-            got = await queue.get()
-            if got is None:
-                running -= 1
-            elif isinstance(got, RequestFailed):
-                raise got
-            else:
-                yield got
-
-    def _note(self, batch: Batch) -> Batch:
+    def _note(self, first_index: int, items: list[Delta | Finished]) -> Batch:
         now = time.monotonic()
-        for index, item in batch:
-            if isinstance(item, Finished):
+        batch: Batch = []
+        for item in items:
+            index = first_index + item.index
+            batch.append((index, item))
+            if not isinstance(item, Delta):
                 self._ends[index] = item
                 self._metrics.finished(item.reason)
                 continue
@@ -110,7 +96,5 @@ class Generation:
 
     def close(self) -> None:
         """End what still runs."""
-        for task in self._tasks:
-            task.cancel()
         for stream in self._streams:
             stream.abort()

@@ -5,7 +5,7 @@ from aiohttp import web
 from ipc.messages import ModelInfo
 
 from .answers import encoded_response, json_response
-from .generation import Generation
+from .generation import Batch, Generation
 from .parsed_responses import chat_responder
 from .protocol import Model, ModelList, chat_decoder, completion_decoder
 from .received import receive
@@ -45,7 +45,8 @@ async def generate(request: web.Request, job: Job, renderer: Renderer) -> web.St
         try:
             if job.stream:
                 return await stream_answer(request, generation, renderer, request.app[KEEP_ALIVE])
-            batches = [batch async for batch in generation.batches()]
+            batches: list[Batch] = []
+            await generation.deliver(batches.append)
             return encoded_response(renderer.whole(batches, generation.usage()))
         finally:
             # Also reached when the client leaves: aiohttp then cancels this handler.

@@ -29,7 +29,7 @@ class ParsedChatResponder(ChatResponder):
     def __init__(self, job: Job, fingerprint: str) -> None:
         super().__init__(job, fingerprint)
         self._parsers: dict[int, OutputParser] = {}
-        self._arguments: dict[int, str] = {}  # of each choice's last call, so far
+        self._arguments: dict[int, list[str]] = {}  # of each choice's last call, so far
 
     def chunks(self, batch: Batch) -> bytes:
         """Server-sent events for what arrived together; empty when nothing is to be said yet."""
@@ -39,32 +39,32 @@ class ParsedChatResponder(ChatResponder):
                 self._begun.add(index)
                 events += [self._event(choice, self._head_members(index)) for choice in self._first_choices(index)]
             if isinstance(item, Finished):
-                choices = [self._piece_choice(index, piece) for piece in self._finish(index)]
-                choices.append(self._last_choice(index, item))
+                events += [self._piece_event(index, piece) for piece in self._finish(index)]
+                events.append(self._event(self._last_choice(index, item)))
             else:
-                choices = self._delta_choices(index, item)
-            events += map(self._event, choices)
+                events += self._delta_events(index, item)
         return b"".join(events)
 
     def _first_choices(self, index: int) -> list[bytes]:
         # Null, since it is not known whether there will be text at all.
         return [_choice(index, {"role": "assistant", "content": None})]
 
-    def _delta_choices(self, index: int, item: Delta) -> list[bytes]:
+    def _delta_events(self, index: int, item: Delta) -> list[bytes]:
         pieces = self._push(index, item)
         if not item.logprobs and not self.job.return_token_ids:
-            return [self._piece_choice(index, piece) for piece in pieces]
+            return [self._piece_event(index, piece) for piece in pieces]
         deltas = [_delta(piece) for piece in pieces]
         token_ids = self._token_ids([item])
         # These come with the first piece, or alone while their text is undecided or was markup.
         logprobs = self._logprobs(index, list(item.logprobs)) if item.logprobs else None
         first, *others = deltas or [{}]
-        return [_choice(index, first, logprobs, token_ids), *(_choice(index, delta) for delta in others)]
+        choices = [_choice(index, first, logprobs, token_ids), *(_choice(index, delta) for delta in others)]
+        return [self._event(choice) for choice in choices]
 
-    def _piece_choice(self, index: int, piece: Piece) -> bytes:
+    def _piece_event(self, index: int, piece: Piece) -> bytes:
         if isinstance(piece, Text):  # nearly all are
-            return self._text_choice(index, piece.text, None)
-        return _choice(index, _delta(piece))
+            return self._text_event(index, piece.text)
+        return self._event(_choice(index, _delta(piece)))
 
     def _push(self, index: int, item: Delta) -> Sequence[Piece]:
         parser = self._parser(index)
@@ -78,9 +78,9 @@ class ParsedChatResponder(ChatResponder):
     def _noted(self, index: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
         for piece in pieces:
             if isinstance(piece, ToolCallBegin):
-                self._arguments[index] = ""
+                self._arguments[index] = []
             elif isinstance(piece, ToolArguments):
-                self._arguments[index] += piece.text
+                self._arguments[index].append(piece.text)
         return pieces
 
     def _parser(self, index: int) -> OutputParser:
@@ -89,7 +89,8 @@ class ParsedChatResponder(ChatResponder):
         return self._parsers[index]
 
     def _reason(self, index: int, end: Finished) -> str:
-        return "tool_calls" if end.reason == "stop" and is_whole(self._arguments.get(index)) else end.reason
+        called = end.reason == "stop" and is_whole("".join(self._arguments.get(index, ())))
+        return "tool_calls" if called else end.reason
 
     def _whole(self, index: int, items: list[Delta], end: Finished) -> ChatChoice:
         pieces = [piece for item in items for piece in self._push(index, item)]
@@ -105,10 +106,10 @@ class ParsedChatResponder(ChatResponder):
         return super()._whole_choice(index, "", logprobs, reason)
 
 
-def is_whole(arguments: str | None) -> bool:
+def is_whole(arguments: str) -> bool:
     """Whether these are the arguments of a call that can be made: a stop string may have cut them."""
     try:
-        return arguments is not None and isinstance(msgspec.json.decode(arguments), dict)
+        return isinstance(msgspec.json.decode(arguments), dict)
     except msgspec.DecodeError:
         return False
 
@@ -138,11 +139,14 @@ def _message(pieces: Sequence[Piece]) -> AssistantMessage:
     text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
     reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
     calls: dict[int, ToolCall] = {}
+    arguments: dict[int, list[str]] = {}
     for piece in pieces:
         if isinstance(piece, ToolCallBegin):
             calls[piece.call] = ToolCall(piece.id, FunctionCall(piece.name, ""))
         elif isinstance(piece, ToolArguments):
-            calls[piece.call].function.arguments += piece.text
+            arguments.setdefault(piece.call, []).append(piece.text)
+    for call, texts in arguments.items():
+        calls[call].function.arguments = "".join(texts)
     return AssistantMessage(
         content=None if calls and not text else text,
         reasoning_content=reasoning or UNSET,

@@ -49,6 +49,7 @@ class Responder(Renderer):
         self._fingerprint = fingerprint
         self.prompt_of: Callable[[int], PromptInfo] = _no_prompt  # by index of a choice that has begun
         self._begun: set[int] = set()
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}  # what a chunk of a choice is but for its text
         head = {
             "id": self.id,
             "object": self.chunk_object_name,
@@ -65,8 +66,7 @@ class Responder(Renderer):
             # The usual case, one token of one choice, without the bookkeeping below.
             index, item = batch[0]
             if isinstance(item, Delta) and index in self._begun and not item.logprobs and not self.job.return_token_ids:
-                text = item.text
-                return self._head + self._text_choice(index, text, None) + self._tail if text else b""
+                return self._text_event(index, item.text) if item.text else b""
         deltas: dict[int, list[Delta]] = {}
         ends: dict[int, Finished] = {}
         for index, item in batch:
@@ -92,6 +92,14 @@ class Responder(Renderer):
             if index in ends:
                 events.append(self._event(self._last_choice(index, ends[index])))
         return b"".join(events)
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        """A chunk with more of a choice's text and nothing else, as nearly all are."""
+        around = self._around_text.get(index)
+        if around is None:
+            before, _, behind = self._event(self._text_choice(index, "", None)).rpartition(b'""')
+            around = self._around_text[index] = before, behind
+        return around[0] + _encode(text) + around[1]
 
     def _event(self, choice: bytes, members: bytes = b"") -> bytes:
         """A chunk with one choice; `members` of the chunk itself, each with a comma before it."""

@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import time
+from contextlib import suppress
 
 from aiohttp import web
 
 from .errors import UNAVAILABLE, ApiError
-from .generation import Generation
+from .generation import Batch, Generation
 from .rendering import Renderer
 
 log = logging.getLogger(__name__)
@@ -23,54 +24,61 @@ class ClientGone(Exception):
 class EventStream:
     """A response of server-sent events, whose headers leave with the first of them.
 
-    Writing never waits for the client: one that does not read is cut off.
+    Sending never waits for the client: one that does not read is cut off. Call `finish` after the last event, and
+    `close` whatever happens.
     """
 
     def __init__(self, request: web.Request, keep_alive: bytes) -> None:
         self.keep_alive = keep_alive
-        self._request = request
-        self._preparing = asyncio.Lock()  # its handler and `KeepAlive` may both be the first to send
-        self._prepared = False
-        self._direct = False
         self.response = web.StreamResponse(headers=_HEADERS)
-        self.begun = False  # True: it is too late for another status
         self.last_write = time.monotonic()
+        self._request = request
+        self._beginning: asyncio.Task[None] | None = None  # sends the headers, and `_first` behind them
+        self._first: list[bytes] = []
+        self._prepared = False
+        self._chunked = False
 
-    async def send(self, events: bytes) -> None:
+    @property
+    def begun(self) -> bool:
+        """True: it is too late for another status."""
+        return self._beginning is not None
+
+    def send(self, events: bytes) -> None:
         """Write whole events; raises `ClientGone`."""
         transport = self._request.transport
-        if transport is None:
+        if transport is None or transport.is_closing():
             raise ClientGone
-        if self._direct and not transport.is_closing():
+        if self._prepared:
             # The chunked coding of RFC 9112, section 7.1, without aiohttp's bookkeeping for each token.
-            transport.write(b"%x\r\n%b\r\n" % (len(events), events))
+            transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
         else:
-            await self._send(transport, events)
+            self._first.append(events)
+            if self._beginning is None:
+                self._beginning = asyncio.create_task(self._begin(transport))
         self.last_write = time.monotonic()
         if transport.get_write_buffer_size() > MAX_UNSENT:
             log.info("request %s: cut off, its client does not read", self._request["id"])
             transport.abort()
             raise ClientGone
 
-    async def _send(self, transport: asyncio.WriteTransport, events: bytes) -> None:
-        self.begun = True
-        try:
-            if not self._prepared:
-                await self._prepare(transport)
-            await self.response.write(events)
-        except ConnectionError:
-            raise ClientGone from None
-        # From now on, since aiohttp has sent the headers with these events; not for HTTP/1.0.
-        self._direct = self.response.headers.get("Transfer-Encoding") == "chunked"
-
-    async def _prepare(self, transport: asyncio.WriteTransport) -> None:
-        async with self._preparing:
-            if self._prepared:
-                return
-            # Above our own limit, so that a write returns at once instead of waiting for the client to read.
-            transport.set_write_buffer_limits(high=2 * MAX_UNSENT)
+    async def _begin(self, transport: asyncio.WriteTransport) -> None:
+        # Above our own limit, so that a write returns at once instead of waiting for the client to read.
+        transport.set_write_buffer_limits(high=2 * MAX_UNSENT)
+        with suppress(ConnectionError):  # whoever sends next finds the transport closed
             await self.response.prepare(self._request)
+            self._chunked = self.response.headers.get("Transfer-Encoding") == "chunked"  # not for HTTP/1.0
             self._prepared = True
+            await self.response.write(b"".join(self._first))  # by aiohttp, which puts the headers in front
+
+    async def finish(self) -> None:
+        """Return when all events have been written."""
+        if self._beginning is not None:
+            await self._beginning
+
+    def close(self) -> None:
+        """Stop sending."""
+        if self._beginning is not None:
+            self._beginning.cancel()
 
 
 class KeepAlive:
@@ -94,10 +102,8 @@ class KeepAlive:
             await asyncio.sleep(self._seconds / 4)
             silent_since = time.monotonic() - self._seconds
             for stream in [stream for stream in self._streams if stream.last_write <= silent_since]:
-                if stream not in self._streams:
-                    continue  # it has ended during an earlier send
                 try:
-                    await stream.send(stream.keep_alive)
+                    stream.send(stream.keep_alive)
                 except ClientGone:
                     self._streams.discard(stream)  # its own handler ends it
 
@@ -111,10 +117,16 @@ async def stream_answer(
     of its own; a later one becomes an error event, after which the connection closes without `[DONE]`.
     """
     stream = EventStream(request, renderer.keep_alive)
+
+    def take(batch: Batch) -> None:
+        if events := renderer.chunks(batch):
+            stream.send(events)
+
     keep_alive.add(stream)
     try:
         try:
-            await _send_all(stream, generation, renderer)
+            await generation.deliver(take)
+            stream.send(renderer.end(generation.usage()))
         except ClientGone:
             raise
         except Exception as error:
@@ -124,16 +136,12 @@ async def stream_answer(
                 log.exception("request %s failed", request["id"])
                 error = ApiError(500, "internal error", type=UNAVAILABLE)
             stream.response.force_close()
-            await stream.send(renderer.error(error))
+            generation.close()
+            stream.send(renderer.error(error))
+        await stream.finish()
     except ClientGone:
         stream.response.force_close()
     finally:
         keep_alive.remove(stream)
+        stream.close()
     return stream.response
-
-
-async def _send_all(stream: EventStream, generation: Generation, renderer: Renderer) -> None:
-    async for batch in generation.batches():
-        if events := renderer.chunks(batch):
-            await stream.send(events)
-    await stream.send(renderer.end(generation.usage()))

@@ -44,6 +44,7 @@ from .validation import InvalidRequest, check_pooling, validate_options, validat
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
 T = TypeVar("T")
 A = TypeVar("A", Tokenized, Detokenized)
+_AT_ONCE = 64  # streams that are handed what has arrived before the loop goes on
 # What a request for an embedding says in the place of how to sample.
 EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
@@ -83,7 +84,7 @@ def _unavailable(request_id: int, message: str) -> Failed:
 class Stream:
     """The answer to one request. Iterate over it: each item is a non-empty list of what arrived together.
 
-    It ends when every choice has `Finished`, or raises `RequestFailed`.
+    It ends when every choice has `Finished`, or raises `RequestFailed`. `deliver` does the same with a callback.
     """
 
     def __init__(self, request_id: int, choices: int, on_abort: Callable[["Stream"], None]) -> None:
@@ -94,6 +95,7 @@ class Stream:
         self._items: list[Delta | Finished] = []
         self._failed: Failed | None = None
         self._aborted = False
+        self._take: Callable[[list[Delta | Finished]], None] | None = None  # of `deliver`
         self._waiter: asyncio.Future[None] | None = None  # of whoever iterates; an Event costs more for each token
 
     @property
@@ -105,19 +107,50 @@ class Stream:
         """Stop the generation; whoever iterates gets no further item. Does nothing to a stream that has ended."""
         if not self.done:
             self._aborted = True
+            self._items.clear()
             self._wake()
             self._on_abort(self)
 
+    async def deliver(self, take: Callable[[list[Delta | Finished]], None]) -> None:
+        """Call `take` with each list that iterating would yield, and end as that does or by what `take` raises.
+
+        `take` is called from the callback in which the items arrive, which saves waking a task for each token.
+        """
+        self._take = take
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._hand_on()
+        try:
+            await self._waiter
+        finally:
+            self._take = None
+        if self._failed is not None:
+            raise RequestFailed(self._failed)
+
     def _put(self, item: Delta | Finished | Failed | PromptInfo) -> None:
-        if isinstance(item, PromptInfo):
+        """Keep what arrives; `_hand_on` is to be called when there is nothing more of this moment."""
+        if isinstance(item, Delta):
+            self._items.append(item)
+        elif isinstance(item, PromptInfo):
             self.prompt = item
-            return
-        if isinstance(item, Failed):
+        elif isinstance(item, Failed):
             self._failed = item
         else:
             self._items.append(item)
-            if isinstance(item, Finished):
-                self._open_choices -= 1
+            self._open_choices -= 1
+
+    def _hand_on(self) -> None:
+        """Hand on what has been put: to `deliver`'s callback, or to whoever iterates."""
+        if self._take is not None:
+            if self._items:
+                items, self._items = self._items, []
+                try:
+                    self._take(items)
+                except Exception as error:
+                    self._take = None
+                    if self._waiter is not None and not self._waiter.done():
+                        self._waiter.set_exception(error)
+            if not self.done:
+                return
         self._wake()
 
     def _wake(self) -> None:
@@ -147,6 +180,7 @@ class _Link:
         self.model: ModelInfo | None = None
         self.streams: dict[int, Stream] = {}
         self.questions: dict[int, asyncio.Future[Tokenized | Detokenized]] = {}
+        self._arrived: dict[int, Stream] = {}  # got something that has not been handed on
         self._on_change = on_change
         decoder: Decoder[ToClient] = Decoder(ToClient)
         identity = b"client-" + os.urandom(8)
@@ -171,21 +205,36 @@ class _Link:
             if question is not None and not question.done():
                 question.set_result(message)
             return
+        self._hand_on_soon()
         for item in message.items:
-            question = self.questions.get(item.request_id)
-            if question is not None and isinstance(item, Failed):
-                if not question.done():
-                    question.set_exception(RequestFailed(item))
-                continue
             stream = self.streams.get(item.request_id)
-            if stream is None:
-                continue  # aborted here while its outputs were on their way
-            stream._put(item)
-            if stream.done:
-                del self.streams[item.request_id]
+            if stream is not None:
+                stream._put(item)
+                self._arrived[item.request_id] = stream
+                if not isinstance(item, Delta) and stream.done:
+                    del self.streams[item.request_id]
+            elif isinstance(item, Failed):
+                question = self.questions.get(item.request_id)
+                if question is not None and not question.done():
+                    question.set_exception(RequestFailed(item))
+            # else it was aborted here while its outputs were on their way
+
+    def _hand_on_soon(self) -> None:
+        # After all messages that wait: behind a burst, what a stream got in several of them is handed on at once.
+        if not self._arrived:
+            asyncio.get_running_loop().call_soon(self._hand_on)
+
+    def _hand_on(self) -> None:
+        for request_id in tuple(itertools.islice(self._arrived, _AT_ONCE)):
+            self._arrived.pop(request_id)._hand_on()
+        if self._arrived:
+            # What these have sent leaves first, and whoever else waits for the loop has a turn.
+            asyncio.get_running_loop().call_soon(self._hand_on)
 
     def fail_all(self, reason: str) -> None:
         streams, self.streams = self.streams, {}
+        self._hand_on_soon()
+        self._arrived.update(streams)
         for stream in streams.values():
             stream._put(_unavailable(stream.request_id, reason))
         for request_id, question in self.questions.items():

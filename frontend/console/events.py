@@ -84,11 +84,14 @@ class Events:
         stream = EventStream(request, keep_alive=b"")  # it is never silent for long
         with self._sampler.watching() as samples:
             try:
-                await stream.send(_event("engine", self._engine) + _event("history", list(self._sampler.history)))
+                stream.send(_event("engine", self._engine) + _event("history", list(self._sampler.history)))
                 while (sample := await samples.get()) is not None:
-                    await stream.send(_event("snapshot", self._snapshot(sample)))
+                    stream.send(_event("snapshot", self._snapshot(sample)))
+                await stream.finish()
             except ClientGone:
                 pass
+            finally:
+                stream.close()
         stream.response.force_close()
         return stream.response
 

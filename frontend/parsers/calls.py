@@ -8,9 +8,11 @@ output has ended. So it cannot depend on how the text was cut into deltas. Each 
 import secrets
 from abc import abstractmethod
 from collections.abc import Collection, Generator, Mapping
+from itertools import groupby
 from typing import ClassVar, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from frontend.pieces import OutputParser, Piece, Reasoning, Text, ToolArguments, ToolCallBegin
 
@@ -30,7 +32,7 @@ class CallParser(OutputParser):
         self._names = names
         self._most = most
         self._pieces: list[Piece] = []
-        self._gap = ""  # white space that is text if more text follows
+        self._gap: list[str] = []  # white space that is text if more text follows
         self._behind_call = False
         self._spoken = False  # whether there has been text
         self._calls = 0
@@ -64,8 +66,8 @@ class CallParser(OutputParser):
         """What is left at the end."""
         self._send("")
         if self._gap and not self._behind_call:
-            self._put(Text(self._gap))
-            self._gap = ""
+            self._pieces.append(Text("".join(self._gap)))
+            self._gap = []
         return self._take()
 
     def _send(self, char: str) -> None:
@@ -77,7 +79,7 @@ class CallParser(OutputParser):
             self._script = None
 
     def _take(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
+        pieces, self._pieces = _merged(self._pieces), []
         if self._most is None or self._calls <= self._most:
             return pieces
         return [piece for piece in pieces if isinstance(piece, Text | Reasoning) or piece.call < self._most]
@@ -91,27 +93,18 @@ class CallParser(OutputParser):
 
     # --- text ---
 
-    def _put(self, piece: Text | ToolArguments) -> None:
-        """Add a piece, to the last one where that is of its kind."""
-        last = self._pieces[-1] if self._pieces else None
-        if isinstance(piece, Text) and isinstance(last, Text):
-            self._pieces[-1] = Text(last.text + piece.text)
-        elif isinstance(piece, ToolArguments) and isinstance(last, ToolArguments) and last.call == piece.call:
-            self._pieces[-1] = ToolArguments(piece.call, last.text + piece.text)
-        else:
-            self._pieces.append(piece)
-
     def _say(self, text: str) -> None:
         """Text; white space at its end waits for what follows. Behind a call it only keeps texts apart."""
-        text = self._gap + text
-        if self._behind_call and not self._spoken:
-            text = text.lstrip()
         shown = text.rstrip()
-        self._gap = text[len(shown) :]
-        if shown:
-            self._behind_call = False
-            self._spoken = True
-            self._put(Text(shown))
+        space = text[len(shown) :]
+        if not shown:
+            self._gap += [space] if space else []
+            return
+        before = "".join(self._gap) + shown
+        self._pieces.append(Text(before.lstrip() if self._behind_call and not self._spoken else before))
+        self._gap = [space] if space else []
+        self._behind_call = False
+        self._spoken = True
 
     def _text_until(self, mark: str) -> Script[bool]:
         """Say all text before `mark`, and skip that; False when the output ends without.
@@ -138,11 +131,11 @@ class CallParser(OutputParser):
             yield from self._advance()
 
     def _white_space(self) -> Script[str]:
-        skipped = ""
+        skipped = []
         while self._char and self._char.isspace():
-            skipped += self._char
+            skipped.append(self._char)
             yield from self._advance()
-        return skipped
+        return "".join(skipped)
 
     def _skip_mark(self, mark: str) -> Script[bool]:
         """Skip `mark` if it is what comes; else what looked like it is text. At the end a part of it counts as it."""
@@ -166,23 +159,24 @@ class CallParser(OutputParser):
 
     def _read(self, reader: "_CallReader | _ArgumentsReader", written: str) -> Script[bool]:
         begun = False
+        read = [written]
         while self._char:
             understood = reader.step(self._char)
             if reader.text:
                 if not begun:
                     begun = True
                     self._begin(reader.name)
-                self._put(ToolArguments(self._calls - 1, reader.text))
+                self._pieces.append(ToolArguments(self._calls - 1, reader.text))
                 reader.text = ""
             if not understood:
                 break
             if not begun:
-                written += self._char
+                read.append(self._char)
             yield from self._advance()
             if reader.complete:
                 return True
         if not begun:
-            self._say(written)
+            self._say("".join(read))
         # Broken behind its arguments, a call is still one.
         return begun and reader.has_arguments
 
@@ -191,13 +185,26 @@ class CallParser(OutputParser):
         return (yield from self._read(_ArgumentsReader(name), before))
 
     def _begin(self, name: str) -> None:
-        self._gap = ""
+        self._gap = []
         self._behind_call = True
         self._pieces.append(ToolCallBegin(self._calls, self._new_id(), name))
         self._calls += 1
 
     def _new_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"
+
+
+def _merged(pieces: list[Piece]) -> list[Piece]:
+    """Neighbours that say more of the same as one piece."""
+    if len(pieces) < 2:
+        return pieces
+    merged: list[Piece] = []
+    for _, group in groupby(pieces, lambda piece: (type(piece), getattr(piece, "call", 0))):
+        first, *others = group
+        if others and not isinstance(first, ToolCallBegin):
+            first = replace(first, text="".join([first.text, *(getattr(other, "text", "") for other in others)]))
+        merged.append(first)
+    return merged
 
 
 class _CallReader:
@@ -208,7 +215,7 @@ class _CallReader:
         self._names = names
         self._scanner = ObjectScanner()
         self._key: str | None = None  # of the value that is being read
-        self._value = ""
+        self._value: list[str] = []
         self._streams = False  # that value is the arguments, and goes out as it comes
         self._early = ""  # arguments that are known before the name, or as a whole
         self.name = ""
@@ -224,14 +231,14 @@ class _CallReader:
         now = self._scanner.in_value
         if now and not before:
             self._key = decoded_string(f'"{self._scanner.key}"')
-            self._value = ""
+            self._value = []
             self._streams = char == "{" and self._is_arguments and bool(self.name)
         if before or now:
             written = self._scanner.escaped(char)
             if self._streams:
                 self.text += written
             else:
-                self._value += written
+                self._value.append(written)
             if before and not now and not self._end_value():
                 return False
         if self._scanner.done:
@@ -247,11 +254,11 @@ class _CallReader:
             self.has_arguments = True
             self._streams = False
         elif self._key == "name" and not self.name:
-            self.name = decoded_string(self._value) or ""
+            self.name = decoded_string("".join(self._value)) or ""
             if not self.name or (self._names is not None and self.name not in self._names):
                 return False
         elif self._is_arguments:
-            self._early = self._as_object(self._value)
+            self._early = self._as_object("".join(self._value))
             self.has_arguments = bool(self._early)
             return self.has_arguments
         return True

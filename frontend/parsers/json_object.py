@@ -7,6 +7,7 @@ import msgspec
 
 _WHITE_SPACE = " \t\r\n"
 _ESCAPES = '"\\/bfnrt'
+_DIGITS = "0123456789"
 _HEX = "0123456789abcdefABCDEF"
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _NUMBER_SO_FAR = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*|(?:\.[0-9]+)?[eE][+-]?[0-9]*)?)?")
@@ -37,9 +38,9 @@ class ObjectScanner:
     def __init__(self) -> None:
         self._state: _State = "value"
         self._open: list[str] = []  # brackets, outermost first
-        self._token = ""  # of a number, a literal or the digits of an escape, so far
+        self._token = ""  # of a number (long runs of digits cut), a literal or the digits of an escape, so far
         self._in_key = False
-        self._key = ""  # as written
+        self._key: list[str] = []  # as written
         self.done = False
 
     def step(self, char: str) -> bool:
@@ -63,6 +64,8 @@ class ObjectScanner:
                     return True
                 return any(literal.startswith(self._token) for literal in _LITERALS)
             case "number":
+                if char in _DIGITS and len(self._token) > 1 and self._token[-2:].isdecimal():
+                    return True  # behind two digits there may be any number of them, so the token need not grow
                 if _NUMBER_SO_FAR.fullmatch(self._token + char):
                     self._token += char
                     return True
@@ -78,7 +81,7 @@ class ObjectScanner:
             self._state = "colon" if self._in_key else "comma or end"
             return True
         if self._in_key and len(self._open) == 1:
-            self._key += char
+            self._key.append(char)
         return True
 
     def _structure(self, char: str) -> bool:
@@ -123,7 +126,7 @@ class ObjectScanner:
     def _begin_string(self, *, in_key: bool) -> None:
         self._state, self._in_key = "string", in_key
         if in_key and len(self._open) == 1:
-            self._key = ""
+            self._key = []
 
     @property
     def in_value(self) -> bool:
@@ -136,7 +139,7 @@ class ObjectScanner:
     @property
     def key(self) -> str:
         """The last key of the object itself, as it is written."""
-        return self._key
+        return "".join(self._key)
 
     def escaped(self, char: str) -> str:
         """The character just taken as valid JSON has it there."""

@@ -22,7 +22,7 @@ class Llama3JsonParser(CallParser):
         return f"start: one{repeated(literal('; '), most)}\none: call\n" + call_rules(tools, "parameters")
 
     def _format(self) -> Script[None]:
-        self._gap = yield from self._white_space()
+        self._say((yield from self._white_space()))
         if self._char == "{":
             yield from self._calls_in_a_row("", unmarked=True)
         while (yield from self._text_until(_TAG)):

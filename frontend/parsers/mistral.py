@@ -50,10 +50,11 @@ class MistralParser(CallParser):
         yield from self._skip_mark("]")
 
     def _named(self, before: str) -> Script[None]:
-        name = ""
+        letters = []
         while self._char in _NAME:
-            name += self._char
+            letters.append(self._char)
             yield from self._advance()
+        name = "".join(letters)
         before += name
         if not name:
             self._say(before)

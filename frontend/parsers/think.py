@@ -16,11 +16,12 @@ class ThinkParser(OutputParser):
         """`answer` parses what follows the reasoning."""
         self._answer = answer
         self._state = "before"  # "before", "opened", "reasoning", "closed", "answer"
-        self._held = ""  # undecided
+        self._gap: list[str] = []  # white space that belongs to what follows, if that is not markup
+        self._held = ""  # undecided text behind that, which does not begin with white space
 
     def begin_in_reasoning(self) -> None:
         """Reasoning from the first character; an opening tag there is skipped."""
-        if self._state == "before" and not self._held:
+        if self._state == "before" and not self._held and not self._gap:
             self._state = "opened"
 
     def push(self, text: str) -> list[Piece]:
@@ -40,47 +41,57 @@ class ThinkParser(OutputParser):
         return pieces
 
     def _look_for_opening(self) -> list[Piece]:
-        start = self._held.lstrip()
-        while start.startswith(_OPENING):
+        self._skip_white_space()
+        while self._held.startswith(_OPENING):
             self._state = "opened"
-            start = start[len(_OPENING) :].lstrip()
-        undecided = _OPENING.startswith(start)
+            self._held = self._held[len(_OPENING) :]
+            self._skip_white_space()
+        undecided = _OPENING.startswith(self._held)
         if self._state == "before":
             return [] if undecided else self._go_on_with_answer()
-        self._held = start
+        self._gap = []
         if not undecided:
             self._state = "reasoning"
         return []
 
+    def _skip_white_space(self) -> None:
+        """Move the white space at the beginning of `_held` to `_gap`."""
+        rest = self._held.lstrip()
+        if len(rest) < len(self._held):
+            self._gap.append(self._held[: len(self._held) - len(rest)])
+            self._held = rest
+
     def _look_for_closing(self) -> list[Piece]:
         text, closing, rest = self._held.partition(_CLOSING)
+        if not closing:
+            at = text.rfind(_CLOSING[0])
+            if at >= 0 and _CLOSING.startswith(text[at:]):
+                text, rest = text[:at], text[at:]
+        self._held = rest
+        shown = text.rstrip()
+        pieces: list[Piece] = [Reasoning("".join(self._gap) + shown)] if shown else []
+        if shown or closing:
+            self._gap = []
         if closing:
-            text = text.rstrip()
             self._state = "closed"
-            self._held = rest
-        else:
-            text = self._decided(text)
-            self._held = self._held[len(text) :]
-        return [Reasoning(text)] if text else []
-
-    @staticmethod
-    def _decided(text: str) -> str:
-        """`text` without white space at its end, or a part of the closing tag and white space before it."""
-        at = text.rfind(_CLOSING[0])
-        if at >= 0 and _CLOSING.startswith(text[at:]):
-            text = text[:at]
-        return text.rstrip()
+        elif len(shown) < len(text):
+            self._gap.append(text[len(shown) :])
+        return pieces
 
     def _go_on_with_answer(self) -> list[Piece]:
         self._state = "answer"
-        text, self._held = self._held, ""
-        return self._answer.push(text)
+        return self._answer.push(self._take_held())
+
+    def _take_held(self) -> str:
+        text = "".join([*self._gap, self._held])
+        self._gap, self._held = [], ""
+        return text
 
     def finish(self) -> list[Piece]:
         """What is left at the end."""
-        text, self._held = self._held, ""
+        text = self._take_held()
         if self._state in ("before", "answer"):
             return [*self._answer.push(text), *self._answer.finish()]
-        text = text.strip()
+        text = text.rstrip()
         pieces: list[Piece] = [Reasoning(text)] if text and self._state != "closed" else []
         return pieces + self._answer.finish()

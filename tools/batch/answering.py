@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from frontend.body import decode_body
 from frontend.errors import ApiError
-from frontend.generation import Generation
+from frontend.generation import Batch, Generation
 from frontend.metrics import Metrics
 from frontend.protocol import chat_decoder, completion_decoder
 from frontend.requests import chat_job, completion_job
@@ -71,7 +71,8 @@ class Answerer:
             await check_together(self._client, job.prompts, job.params.n, "prompt")
             generation = Generation(self._client, job, line.custom_id[:128], self._metrics)
             responder.prompt_of = generation.prompt_of
-            batches = [batch async for batch in generation.batches()]
+            batches: list[Batch] = []
+            await generation.deliver(batches.append)
             usage = generation.usage()
             return Answer(200, responder.whole(batches, usage), usage.completion_tokens)
         except ApiError as error:

@@ -24,12 +24,14 @@ Three processes: the real frontend, an engine that answers at a given pace witho
 streams, as the real tokenizer process sends them), and a client that reads plain sockets and counts.
 
 streams    --streams connections get --rate tokens a second together, and ask again when an answer has ended.
-           tokens/s is what arrived; of one core is what this would be if the frontend had a whole core, from the CPU
+           tokens/s is what arrived (in fewer events, where tokens of a stream came faster than they could be sent: they
+           then share one); of one core is what this would be if the frontend had a whole core, from the CPU
            time that it took; added latency is from the engine's sending of a token to the client's reading of it.
 requests   --connections ask for one token without streaming, again and again: as fast as it goes.
 
 On a machine with two cores the three processes share them, so that what arrives is less than what one core carries.
-An added latency far above a millisecond says that the offered rate is more than the machine can take.
+All streams get their tokens at one moment, so the last of them waits until all others have been served: of 256 streams
+that is some milliseconds.
 
   python -m tools.bench_frontend                                   both parts, about 20 seconds
   python -m tools.bench_frontend --rate 30000 --streams 512        more than the target
@@ -154,12 +156,13 @@ def report(part: str, counted: Counted, cpu: float, kernel: float) -> str:
     """One line of numbers with their names."""
     amount, unit = (counted.tokens, "tokens/s") if part == "streams" else (counted.requests, "requests/s")
     rate = amount / counted.seconds
+    events = f" in {counted.events / counted.seconds:.0f} events/s" if part == "streams" else ""
     values = counted.latencies_us if part == "streams" else counted.request_us
     what = "added latency" if part == "streams" else "request"
     times = ", ".join(f"p{share * 100:g} {percentile(values, share) / 1e3:.2f} ms" for share in (0.5, 0.99))
     return (
-        f"{part:9} {rate:8.0f} {unit}, of one core {rate / max(cpu, 0.001):8.0f}; frontend {cpu:4.0%} of a core "
-        f"({kernel:.0%} in the kernel); {what}: {times}"
+        f"{part:9} {rate:8.0f} {unit}{events}, of one core {rate / max(cpu, 0.001):8.0f}; "
+        f"frontend {cpu:4.0%} of a core ({kernel:.0%} in the kernel); {what}: {times}"
     )
 
 

@@ -2,28 +2,34 @@
 
     python -m tools.bench_frontend.client PORT CONNECTIONS TOKENS SECONDS
 
-Each connection asks again as soon as it has its answer: for TOKENS streamed ones, or for one that is not streamed when
+Each connection asks again as soon as it has its answer: for TOKENS streamed ones on average, between half and one and a
+half times that, so that the streams do not all begin together again and again; or for one that is not streamed when
 TOKENS is 1. On stdout comes one JSON object, `Counted`.
 """
 
+import itertools
 import json
+import random
 import selectors
 import socket
 import sys
 import time
 from array import array
+from collections.abc import Iterator
 
 import msgspec
 from msgspec import Struct
 
 from .engine import MODEL_NAME
 
-_TOKEN = b'"content":" '
+_TOKEN = b" 0000"  # how the text of each begins, until the machine has run for three years
+_EVENT = b'"content":" '
 _DIGITS = 15
-_END_OF_STREAM = b"\r\n0\r\n\r\n"  # of the chunked coding
+_END_OF_STREAM = b"0\r\n\r\n"  # of the chunked coding; it may be read behind the last chunk or alone
 _END_OF_ANSWER = b"}}}"  # of usage, in an answer that does not stream
 _WARM_UP_SECONDS = 1.0
 _LATENCY_OF_ONE_IN = 8  # connections
+_LENGTHS = 101  # different lengths of answers
 
 
 class Counted(Struct):
@@ -31,21 +37,23 @@ class Counted(Struct):
 
     seconds: float
     tokens: int
+    events: int  # that brought them: fewer where a stream's tokens had to wait for each other
     requests: int
     latencies_us: list[int]  # from the engine's sending to here, of some connections' tokens
     request_us: list[int]  # from asking to the answer's end
 
 
 class _Connection:
-    def __init__(self, port: int, request: bytes) -> None:
+    def __init__(self, port: int, requests: Iterator[bytes]) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._request = request
+        self._requests = requests
         self.asked_at = 0.0
+        self.read_at = 0.0
 
     def ask(self) -> None:
         self.asked_at = time.monotonic()
-        self.socket.sendall(self._request)
+        self.socket.sendall(next(self._requests))
 
 
 def request_bytes(tokens: int) -> bytes:
@@ -56,16 +64,23 @@ def request_bytes(tokens: int) -> bytes:
     return head.encode() + data
 
 
+def requests_for(tokens: int) -> Iterator[bytes]:
+    """Requests without end, for so many tokens on average."""
+    lengths = [tokens // 2 + tokens * at // _LENGTHS for at in range(_LENGTHS)] if tokens > 1 else [1]
+    random.Random(0).shuffle(lengths)
+    return itertools.cycle([request_bytes(length) for length in lengths])
+
+
 def run(port: int, connections: int, tokens: int, seconds: float) -> Counted:
     """Ask on all connections at once, and count for so long."""
     end = _END_OF_STREAM if tokens > 1 else _END_OF_ANSWER
     selector = selectors.DefaultSelector()
-    request = request_bytes(tokens)
+    asking = requests_for(tokens)
     for at in range(connections):
-        connection = _Connection(port, request)
+        connection = _Connection(port, asking)
         selector.register(connection.socket, selectors.EVENT_READ, (connection, at % _LATENCY_OF_ONE_IN == 0))
         connection.ask()
-    counted_tokens = counted_requests = 0
+    counted_tokens = counted_events = counted_requests = 0
     latencies, requests = array("q"), array("q")
     begin = time.monotonic() + _WARM_UP_SECONDS
     while (now := time.monotonic()) < begin + seconds:
@@ -75,10 +90,12 @@ def run(port: int, connections: int, tokens: int, seconds: float) -> Counted:
             data = connection.socket.recv(1 << 16)
             if not data:
                 raise SystemExit("the frontend closed a connection")
+            connection.read_at = now
             if counting:
                 counted_tokens += data.count(_TOKEN)
-                if sampled and (last := data.rfind(_TOKEN)) >= 0:
-                    digits = data[last + len(_TOKEN) : last + len(_TOKEN) + _DIGITS]
+                counted_events += data.count(_EVENT)
+                if sampled and (last := data.rfind(_EVENT)) >= 0:
+                    digits = data[last + len(_EVENT) : last + len(_EVENT) + _DIGITS]
                     if len(digits) == _DIGITS:
                         latencies.append(time.monotonic_ns() // 1000 - int(digits))
             if data.endswith(end):
@@ -86,7 +103,11 @@ def run(port: int, connections: int, tokens: int, seconds: float) -> Counted:
                     counted_requests += 1
                     requests.append(int((time.monotonic() - connection.asked_at) * 1e6))
                 connection.ask()
-    return Counted(time.monotonic() - begin, counted_tokens, counted_requests, latencies.tolist(), requests.tolist())
+    silent = sum(key.data[0].read_at < begin + seconds / 2 for key in selector.get_map().values())
+    if silent:  # what the others got would pass for what all of them can get
+        raise SystemExit(f"{silent} of {connections} connections have got nothing for half of the time")
+    elapsed = time.monotonic() - begin
+    return Counted(elapsed, counted_tokens, counted_events, counted_requests, latencies.tolist(), requests.tolist())
 
 
 if __name__ == "__main__":

@@ -191,6 +191,102 @@ def test_abort_ends_the_iteration_and_reaches_the_engine(endpoint: str) -> None:
     asyncio.run(main())
 
 
+Items = list[Delta | Finished]
+
+
+def test_deliver_hands_over_what_iterating_yields(endpoint: str) -> None:
+    async def main() -> None:
+        FakeTokenizer(endpoint)
+        client = AsyncClient([endpoint])
+        await client.connect(5)
+        got: list[Items] = []
+        await client.generate(TextPrompt("a b c"), SamplingParams(n=2)).deliver(got.append)
+        items = [item for batch in got for item in batch]
+        assert all(got)
+        for index in (0, 1):
+            mine = [item for item in items if item.index == index]
+            assert [item.text for item in mine if isinstance(item, Delta)] == ["a", "b", "c"]
+            assert [isinstance(item, Finished) for item in mine] == [False, False, False, True]
+        assert client.live_requests == 0
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_deliver_raises_a_failure_after_what_came_before_it(endpoint: str) -> None:
+    async def main() -> None:
+        FakeTokenizer(endpoint)
+        client = AsyncClient([endpoint])
+        await client.connect(5)
+        got: list[Items] = []
+        with pytest.raises(RequestFailed, match="prompt: no"):
+            await client.generate(TextPrompt("fail"), SamplingParams()).deliver(got.append)
+        assert [item.text for batch in got for item in batch if isinstance(item, Delta)] == ["part"]
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_what_the_receiver_raises_ends_its_own_delivery_only(endpoint: str) -> None:
+    async def main() -> None:
+        FakeTokenizer(endpoint)
+        client = AsyncClient([endpoint])
+        await client.connect(5)
+
+        def refuse(items: Items) -> None:
+            raise ValueError("no more")
+
+        got: list[Items] = []
+        refused = client.generate(TextPrompt("a b"), SamplingParams())
+        others = client.generate(TextPrompt("c d"), SamplingParams()).deliver(got.append)
+        with pytest.raises(ValueError, match="no more"):
+            await refused.deliver(refuse)
+        refused.abort()
+        await others
+        assert [item.text for batch in got for item in batch if isinstance(item, Delta)] == ["c", "d"]
+        await client.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("text", ["hang", "a b c"])
+def test_an_aborted_delivery_ends_without_another_item(endpoint: str, text: str) -> None:
+    async def main() -> None:
+        tokenizer = FakeTokenizer(endpoint)
+        client = AsyncClient([endpoint])
+        await client.connect(5)
+        got: list[Items] = []
+        stream = client.generate(TextPrompt(text), SamplingParams())
+        delivery = asyncio.create_task(stream.deliver(got.append))
+        await until(lambda: len(tokenizer.asked) == 1)
+        stream.abort()
+        before = len(got)
+        await asyncio.wait_for(delivery, 5)
+        await asyncio.sleep(0)
+        assert len(got) == before
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_many_streams_get_each_what_is_theirs_in_order(endpoint: str) -> None:
+    async def main() -> None:
+        FakeTokenizer(endpoint)
+        client = AsyncClient([endpoint])
+        await client.connect(5)
+        got: list[list[str]] = [[] for _ in range(200)]
+
+        def taking(texts: list[str]) -> Callable[[Items], None]:
+            return lambda items: texts.extend(item.text for item in items if isinstance(item, Delta))
+
+        streams = [client.generate(TextPrompt(f"a{at} b{at}"), SamplingParams()) for at in range(200)]
+        await asyncio.gather(*(stream.deliver(taking(texts)) for stream, texts in zip(streams, got, strict=True)))
+        assert got == [[f"a{at}", f"b{at}"] for at in range(200)]
+        await client.close()
+
+    asyncio.run(main())
+
+
 def test_a_lost_engine_fails_what_runs_and_what_comes_next_until_it_is_back(endpoint: str) -> None:
     async def main() -> None:
         tokenizer = FakeTokenizer(endpoint)

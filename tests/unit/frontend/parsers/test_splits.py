@@ -47,6 +47,9 @@ _fragments = st.sampled_from(
         "tru",
         "\\u00",
         "ü😀",
+        " \n" * 20,
+        "1" * 40,
+        "0" * 40,
     ]
 )
 _outputs = st.lists(_fragments | st.text(max_size=3) | _objects.map(json.dumps), max_size=12).map("".join)
@@ -54,7 +57,7 @@ _outputs = st.lists(_fragments | st.text(max_size=3) | _objects.map(json.dumps),
 
 @pytest.mark.parametrize("reasoning", ["", "think"])
 @pytest.mark.parametrize("tools", ["", *TOOL_PARSERS])
-@given(output=_outputs, cuts=st.lists(st.integers(0, 80)), opened=st.booleans())
+@given(output=_outputs, cuts=st.lists(st.integers(0, 300)), opened=st.booleans())
 @settings(max_examples=50, deadline=None)
 def test_any_split_gives_the_same(tools: str, reasoning: str, output: str, cuts: list[int], opened: bool) -> None:
     def parsed(parts: list[str]) -> Parsed:

@@ -16,6 +16,7 @@ from tests.unit.frontend.parsers.outputs import Parsed, parse
         ("<think>\n\n</think>\n\nFour.", False, Parsed("Four.", "", [])),
         ("\n<think>a", False, Parsed("", "a", [])),
         ("cut off ", True, Parsed("", "cut off", [])),
+        ("cut off  </thi", True, Parsed("", "cut off  </thi", [])),
         ("a </thin b </think>", True, Parsed("", "a </thin b", [])),
         ("No thoughts <think>here</think>", False, Parsed("No thoughts <think>here</think>", "", [])),
         (" <thin", False, Parsed(" <thin", "", [])),
