@@ -10,7 +10,7 @@ from ipc.messages import Delta, Finished, PromptInfo
 from .errors import ApiError
 from .metrics import Metrics
 from .protocol import PromptTokensDetails, Usage
-from .requests import Job
+from .requests import Job, prompt_names
 from .tenant import namespace_of
 
 Batch = list[tuple[int, Delta | Finished]]  # choice index over all prompts, and what it got
@@ -57,6 +57,7 @@ class Generation:
                     queue.put_nowait([(first_index + item.index, item) for item in items])
                 queue.put_nowait(None)
             except RequestFailed as error:
+                self._renamed = {**self._renamed, **prompt_names(first_index // self._choices, len(self._streams))}
                 queue.put_nowait(error)
 
         self._tasks = [asyncio.create_task(pump(at * self._choices, stream)) for at, stream in enumerate(self._streams)]

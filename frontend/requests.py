@@ -186,6 +186,11 @@ def prompts_of(given: str | list[str | int | list[int]], param: str = "prompt") 
     raise ApiError(400, f"{param} must be a string, strings, token ids or lists of token ids, not a mix", param=param)
 
 
+def prompt_names(index: int, count: int) -> dict[str, str]:
+    """What the prompt is called in errors: by its index where there are several."""
+    return {"prompt": f"prompt[{index}]"} if count > 1 else {}
+
+
 def _token_prompt(ids: Sequence[int], param: str) -> TokenPrompt:
     try:
         return TokenPrompt(pack_ints(ids))
@@ -258,10 +263,13 @@ def _job(
         validate_options(**options)
         check_characters("cache_salt", cache_salt, MAX_SALT)
         validate_params(params, model)
-        for prompt in prompts:
-            validate_prompt(prompt, params, model)
     except InvalidRequest as error:
         raise ApiError.of_invalid(error).renamed(renamed) from None
+    for index, prompt in enumerate(prompts):
+        try:
+            validate_prompt(prompt, params, model)
+        except InvalidRequest as error:
+            raise ApiError.of_invalid(error).renamed({**renamed, **prompt_names(index, len(prompts))}) from None
     return Job(
         prompts,
         params,

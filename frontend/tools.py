@@ -11,7 +11,7 @@ from ipc.messages import Grammar, ModelInfo
 from . import protocol
 from .errors import ApiError
 from .parsers import OutputFormat, call_parser
-from .parsers.grammar import arguments_rule
+from .parsers.grammar import arguments_name, arguments_rule
 
 if TYPE_CHECKING:
     from .requests import Job
@@ -65,11 +65,13 @@ def tool_request(body: protocol.ChatRequest, model: ModelInfo) -> ToolRequest:
         most = 1
     # A call that is demanded comes at once, without reasoning.
     names = tuple(function.name for function in functions)
-    output_format = OutputFormat(model.tool_format, names, "" if called else model.reasoning_format, most)
+    output_format = OutputFormat(
+        model.tool_format, names, "" if called else model.reasoning_format, most, "output" if called else ""
+    )
     return ToolRequest(
         msgspec.json.encode([_shown(function) for function in functions]),
         output_format,
-        _grammar(called, most or MOST_FORCED_CALLS, model) if called else None,
+        _grammar(called, names, most or MOST_FORCED_CALLS, model) if called else None,
         _special(output_format, model),
     )
 
@@ -121,6 +123,20 @@ def _demanded(
     return found
 
 
-def _grammar(functions: Sequence[protocol.FunctionDefinition], most: int, model: ModelInfo) -> Grammar:
-    rules = {function.name: arguments_rule(function.parameters) for function in functions}
-    return Grammar("lark", call_parser(model.tool_format).grammar(rules, model.special_tokens, most=most))
+def _grammar(
+    called: Sequence[protocol.FunctionDefinition], names: Sequence[str], most: int, model: ModelInfo
+) -> Grammar:
+    """The grammar of 1 to `most` calls; `names` are those of all functions."""
+    rules = {function.name: arguments_rule(function.parameters) for function in called}
+    source = call_parser(model.tool_format).grammar(rules, model.special_tokens, most=most)
+    return Grammar("lark", source, _origins(source, called, names))
+
+
+def _origins(source: str, called: Sequence[protocol.FunctionDefinition], names: Sequence[str]) -> dict[int, str]:
+    """Which function's `parameters` the lines of a grammar are made from."""
+    places = {
+        f"{arguments_name(at)}:": f"tools[{names.index(function.name)}].function.parameters"
+        for at, function in enumerate(called)
+    }
+    found = ((number, places.get(line.partition(" ")[0])) for number, line in enumerate(source.split("\n"), 1))
+    return {number: place for number, place in found if place is not None}

@@ -8,13 +8,16 @@ output has ended. So it cannot depend on how the text was cut into deltas. Each 
 import secrets
 from abc import abstractmethod
 from collections.abc import Collection, Generator, Mapping
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
 
 from frontend.pieces import OutputParser, Piece, Reasoning, Text, ToolArguments, ToolCallBegin
 
 from .json_object import ObjectScanner, decoded_string
+
+if TYPE_CHECKING:
+    from . import Enforced
 
 T = TypeVar("T")
 Script = Generator[None, str, T]
@@ -25,10 +28,14 @@ class CallParser(OutputParser):
 
     markup: ClassVar[tuple[str, ...]]  # what may be a special token of the vocabulary
 
-    def __init__(self, names: Collection[str], most: int | None = None) -> None:
-        """`names`: of the functions that the request has. Calls beyond `most` are left out."""
+    def __init__(self, names: Collection[str], most: int | None = None, enforced: "Enforced" = "") -> None:
+        """`names`: of the functions that the request has. Calls beyond `most` are left out.
+
+        With `enforced` what has begun as a call is one, so where the output is cut inside it there is no text to show.
+        """
         self._names = names
         self._most = most
+        self._enforced = enforced
         self._pieces: list[Piece] = []
         self._gap = ""  # white space that is text if more text follows
         self._behind_call = False
@@ -93,6 +100,8 @@ class CallParser(OutputParser):
 
     def _put(self, piece: Text | ToolArguments) -> None:
         """Add a piece, to the last one where that is of its kind."""
+        if self._enforced == "output" and isinstance(piece, Text):
+            return  # markup that was cut off
         last = self._pieces[-1] if self._pieces else None
         if isinstance(piece, Text) and isinstance(last, Text):
             self._pieces[-1] = Text(last.text + piece.text)
@@ -112,6 +121,11 @@ class CallParser(OutputParser):
             self._behind_call = False
             self._spoken = True
             self._put(Text(shown))
+
+    def _give_up(self, written: str) -> None:
+        """What was read as a call is none: it is text, unless it only lacks its end."""
+        if self._char or not self._enforced:
+            self._say(written)
 
     def _text_until(self, mark: str) -> Script[bool]:
         """Say all text before `mark`, and skip that; False when the output ends without.
@@ -182,7 +196,7 @@ class CallParser(OutputParser):
             if reader.complete:
                 return True
         if not begun:
-            self._say(written)
+            self._give_up(written)
         # Broken behind its arguments, a call is still one.
         return begun and reader.has_arguments
 

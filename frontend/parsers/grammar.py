@@ -36,15 +36,20 @@ def arguments_rule(parameters: dict[str, Any] | None) -> str:
     return f"%json {json.dumps(schema)}"
 
 
+def arguments_name(at: int) -> str:
+    """The name of the rule for the arguments of the `at`-th function; it begins a line of its own."""
+    return f"arguments_{at}"
+
+
 def call_rules(tools: Mapping[str, str], arguments_key: str) -> str:
     """Rule `call`, one object with the name and the arguments of one of the `tools` (rule bodies by name)."""
     names = list(tools)
     calls = [
-        " ".join([literal(f'{{"name": "{name}", "{arguments_key}": '), f"arguments_{at}", literal("}")])
+        " ".join([literal(f'{{"name": "{name}", "{arguments_key}": '), arguments_name(at), literal("}")])
         for at, name in enumerate(names)
     ]
     rules = [f"call: {' | '.join(calls)}"]
-    rules += [f"arguments_{at}: {tools[name]}" for at, name in enumerate(names)]
+    rules += [f"{arguments_name(at)}: {tools[name]}" for at, name in enumerate(names)]
     return "\n".join(rules) + "\n"
 
 

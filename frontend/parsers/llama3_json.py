@@ -38,5 +38,5 @@ class Llama3JsonParser(CallParser):
             yield from self._advance()
             before += yield from self._white_space()
             if self._char != "{":
-                self._say(before)
+                self._give_up(before)
                 return

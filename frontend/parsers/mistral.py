@@ -56,11 +56,11 @@ class MistralParser(CallParser):
             yield from self._advance()
         before += name
         if not name:
-            self._say(before)
+            self._give_up(before)
             return
         for expected in _ARGUMENTS if self._char == "[" else "":
             if self._char != expected:
-                self._say(before)
+                self._give_up(before)
                 return
             before += self._char
             yield from self._advance()
