@@ -15,10 +15,13 @@ from ipc.messages import ModelInfo
 
 MODEL = ModelInfo(names=("m",), max_model_len=100, vocab_size=50, created=0, has_chat_template=True)
 THINKING = msgspec.structs.replace(MODEL, reasoning_format="think", template_kwargs=("enable_thinking", "date_string"))
+HELLO = {"model": "m", "input": "hi"}
+TOOLS = [{"type": "function", "name": "f"}]
+ALLOWED = {"type": "allowed_tools", "mode": "required"}
 
 
 def chat(**fields: Any) -> ChatRequest:
-    body = {"model": "m", "input": "hi", **fields}
+    body = {**HELLO, **fields}
     return translate(decode_body(json.dumps(body).encode(), responses_decoder)[0], MODEL)[0]
 
 
@@ -166,7 +169,7 @@ def test_what_is_refused_is_named(fields: dict[str, Any], param: str, words: str
 
 def test_ignored_fields_are_named() -> None:
     def names(**fields: Any) -> list[str]:
-        body = {"model": "m", "input": "hi", **fields}
+        body = {**HELLO, **fields}
         return ignored(decode_body(json.dumps(body).encode(), responses_decoder)[0], MODEL)
 
     assert names(store=False, truncation="disabled", text={"format": {"type": "text"}}, include=[]) == []

@@ -122,10 +122,24 @@ def check(body: dict[str, Any], decoder: Any, translate: Any) -> None:
 
 
 EXTRAS: dict[str, Any] = {
-    **{"min_p": 0.125, "seed": -3, "repetition_penalty": 1.5, "presence_penalty": -1.0, "frequency_penalty": 1.0},
-    **{"stop_token_ids": [4], "ignore_eos": True, "min_tokens": 2, "logit_bias": {"3": 2}, "bad_words": ["no"]},
-    **{"include_stop_str_in_output": True, "skip_special_tokens": False, "stop_on_loop": 4, "top_k": 5},
-    **{"priority": -7, "ttft_target_ms": 250.5, "cache_pin_seconds": 60, "cache_salt": "s"},
+    "min_p": 0.125,
+    "seed": -3,
+    "repetition_penalty": 1.5,
+    "presence_penalty": -1.0,
+    "frequency_penalty": 1.0,
+    "stop_token_ids": [4],
+    "ignore_eos": True,
+    "min_tokens": 2,
+    "logit_bias": {"3": 2},
+    "bad_words": ["no"],
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "stop_on_loop": 4,
+    "top_k": 5,
+    "priority": -7,
+    "ttft_target_ms": 250.5,
+    "cache_pin_seconds": 60,
+    "cache_salt": "s",
 }
 CHOICES = [
     {"allowed_token_ids": [1, 2]},
