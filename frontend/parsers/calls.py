@@ -7,7 +7,7 @@ output has ended. So it cannot depend on how the text was cut into deltas. Each 
 
 import secrets
 from abc import abstractmethod
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
@@ -27,6 +27,7 @@ class CallParser(OutputParser):
     """Text and tool calls. White space beside a call belongs to the markup."""
 
     markup: ClassVar[tuple[str, ...]]  # what may be a special token of the vocabulary
+    marked: ClassVar[bool] = True  # markup stands before each call; else one may begin where the output does
 
     def __init__(self, names: Collection[str], most: int | None = None, enforced: "Enforced" = "") -> None:
         """`names`: of the functions that the request has. Calls beyond `most` are left out.
@@ -52,6 +53,16 @@ class CallParser(OutputParser):
         """A Lark grammar (llguidance's) of an output that is 1 to `most` calls and nothing else.
 
         `tools`: rule bodies that match the arguments, by function name. `special`: ids of special tokens by text.
+        """
+
+    @classmethod
+    @abstractmethod
+    def free_grammar(
+        cls, tools: Mapping[str, str], special: Mapping[str, int], *, most: int | None, marks: Sequence[str]
+    ) -> str:
+        """Likewise of an output that is free until a call begins; what the parser takes for a call matches `tools`.
+
+        There may be `most` calls, or any number. `marks`: special tokens that may stand in the text.
         """
 
     @abstractmethod

@@ -88,6 +88,35 @@ def test_a_schema_that_cannot_be_enforced_is_refused(client: openai.OpenAI) -> N
     assert 'tools[0].function.parameters: Unimplemented keys: ["not"]' in caught.value.message
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_required_call_that_the_limit_cuts_is_no_text(client: openai.OpenAI, stream: bool) -> None:
+    for limit in (3, 9, 30):
+        try:
+            (choice,) = ask(client, stream=stream, tool_choice="required", max_tokens=limit).choices
+        except openai.LengthFinishReasonError as error:  # what the client's helper makes of it
+            (choice,) = error.completion.choices
+        assert choice.finish_reason == "length"
+        assert not choice.message.content
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_strict_call_that_the_model_chooses_has_arguments_of_its_schema(client: openai.OpenAI, strict: bool) -> None:
+    """Left alone, this model repeats its earlier call, whose arguments are not what the schema asks for."""
+    call = {"name": "get_weather", "arguments": '{"town": "Paris"}'}
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "Sunny."},
+        *QUESTION,
+    ]
+    function = {"name": "get_weather", "parameters": WEATHER, "strict": strict}
+    (choice,) = ask(client, stream=False, messages=messages, tools=[{"type": "function", "function": function}]).choices
+    assert choice.message.tool_calls
+    for call in choice.message.tool_calls:
+        valid = jsonschema.Draft202012Validator(WEATHER).is_valid(json.loads(call.function.arguments))
+        assert valid == strict
+
+
 def test_several_calls_may_be_required(client: openai.OpenAI) -> None:
     (choice,) = ask(client, stream=False, tool_choice="required", tools=TOOLS[1:], max_tokens=400).choices
     assert choice.finish_reason == "tool_calls"
