@@ -1,6 +1,8 @@
 """Errors about a chat request in the words of the request that it came from; and bodies of any kind."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from frontend.protocol import chat_decoder
 from frontend.requests import Job, chat_job
 from frontend.responses_api.protocol import ResponsesRequest, responses_decoder
 from frontend.responses_api.request import translate as translate_responses
-from frontend.translation import Names
+from frontend.translation import ExtraFields, Names
 from ipc.messages import ModelInfo
 
 MODEL = ModelInfo(names=("m",), max_model_len=100, vocab_size=50, created=0, has_chat_template=True)
@@ -205,3 +207,10 @@ def test_two_formats_are_told_in_the_words_of_the_client() -> None:
         assert error.body.param == "guided_regex"
         assert told in error.body.message
         assert "response_format" not in error.body.message
+
+
+def test_the_documentation_lists_them_all() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "api.md").read_text().partition("Both take these fields of chats")[2]
+    listed = set(re.findall(r"`(\w+)`", text.partition("Of the others")[0]))
+    taken = set(ExtraFields.__struct_fields__) - {"guided_whitespace_pattern"}  # which is only there to be refused
+    assert listed == taken | {"top_k", "stop"}  # which each of them has as its own
