@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from ipc.messages import Grammar, ModelInfo
+from ipc.validation import MAX_GRAMMAR_BYTES
 
 from . import protocol
 from .errors import ApiError
@@ -131,7 +132,7 @@ def _grammar(
     """The grammar of 1 to `most` calls; `names` are those of all functions."""
     rules = {function.name: arguments_rule(function.parameters) for function in called}
     source = call_parser(model.tool_format).grammar(rules, model.special_tokens, most=most)
-    return Grammar("lark", source, _origins(source, called, names))
+    return _as_grammar(source, called, names)
 
 
 def _can_be_strict(output_format: OutputFormat) -> bool:
@@ -153,14 +154,21 @@ def _strict_grammar(
     parser = call_parser(output_format.tools)
     marks = [text for text in special if text not in parser.markup]
     source = parser.free_grammar(rules, model.special_tokens, most=output_format.most_calls, marks=marks)
-    return Grammar("lark", source, _origins(source, functions, output_format.names))
+    return _as_grammar(source, functions, output_format.names)
 
 
-def _origins(source: str, called: Sequence[protocol.FunctionDefinition], names: Sequence[str]) -> dict[int, str]:
-    """Which function's `parameters` the lines of a grammar are made from."""
+def _as_grammar(source: str, called: Sequence[protocol.FunctionDefinition], names: Sequence[str]) -> Grammar:
+    """A grammar that knows which function's `parameters` its lines are made from."""
+    size = len(source.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        message = (
+            f"tools: a grammar of their parameters has {size} bytes, but at most {MAX_GRAMMAR_BYTES} can be enforced, as "
+            "strict functions and demanded calls need it"
+        )
+        raise ApiError(400, message, param="tools")
     places = {
         f"{arguments_name(at)}:": f"tools[{names.index(function.name)}].function.parameters"
         for at, function in enumerate(called)
     }
     found = ((number, places.get(line.partition(" ")[0])) for number, line in enumerate(source.split("\n"), 1))
-    return {number: place for number, place in found if place is not None}
+    return Grammar("lark", source, {number: place for number, place in found if place is not None})

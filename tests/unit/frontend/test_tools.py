@@ -14,7 +14,7 @@ from frontend.parsers import OutputFormat
 from frontend.protocol import chat_decoder
 from frontend.requests import Job, chat_job
 from ipc.messages import ChatMessage, ChatPrompt, ModelInfo, ToolCall
-from ipc.validation import MAX_TOOL_BYTES, MAX_TOOLS
+from ipc.validation import MAX_GRAMMAR_BYTES, MAX_TOOL_BYTES, MAX_TOOLS
 
 MODEL = ModelInfo(
     names=("m",),
@@ -147,6 +147,16 @@ def test_strict_means_nothing_where_nothing_is_called() -> None:
     llama = msgspec.structs.replace(MODEL, tool_format="llama3_json")
     assert chat(llama, tools=strict).params.grammar is None
     assert chat(msgspec.structs.replace(llama, reasoning_format=""), tools=strict).params.grammar is not None
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {}])
+def test_parameters_that_are_too_large_to_enforce_are_told(fields: dict[str, Any]) -> None:
+    large = {"type": "object", "properties": {"a": {"enum": ["x" * (MAX_TOOL_BYTES - 1000)]}}}
+    tools = [tool(f"f{at}", parameters=large, strict=True) for at in range(3)]
+    error = refused(tools=tools, **fields)
+    assert (error.status, error.body.param) == (400, "tools")
+    assert str(MAX_GRAMMAR_BYTES) in error.body.message
+    chat(tools=[tool(f"f{at}", parameters=large) for at in range(3)])
 
 
 def test_a_demanded_call_excludes_another_format() -> None:
