@@ -3,7 +3,7 @@
 import re
 
 _MAX_CHARS = 500
-_WORDS = (  # what it says, and what that means; the first line that applies, and others after it
+_WORDS = (  # what it says, and what is told instead; applied one after the other
     (re.compile(r"\s*<(?:non-)?verbose/>.*", re.DOTALL), ""),
     (re.compile(r"^(?:NoExtensionBias|NoExtension)\b.*", re.DOTALL), "no output can match it"),
     (re.compile(r"^(?:LexerTooComplex|ParserTooComplex)\b"), "it is too complex"),

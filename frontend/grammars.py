@@ -44,8 +44,8 @@ def _structured_outputs(asked: protocol.StructuredOutputs | None) -> list[tuple[
     name = "structured_outputs"
     _refuse(f"{name}.structural_tag", asked.structural_tag)
     _refuse(f"{name}.whitespace_pattern", asked.whitespace_pattern, _WHITESPACE)
-    if asked.disable_additional_properties:
-        _refuse(f"{name}.disable_additional_properties", True, 'write "additionalProperties": false into the schema')
+    instead = 'write "additionalProperties": false into the schema'
+    _refuse(f"{name}.disable_additional_properties", asked.disable_additional_properties or None, instead)
     found = _named(f"{name}.", asked.json, asked.regex, asked.choice, asked.grammar)
     if asked.json_object:
         found.append((Grammar("json_object", ""), f"{name}.json_object"))

@@ -162,8 +162,8 @@ def _as_grammar(source: str, called: Sequence[protocol.FunctionDefinition], name
     size = len(source.encode())
     if size > MAX_GRAMMAR_BYTES:
         message = (
-            f"tools: a grammar of their parameters has {size} bytes, but at most {MAX_GRAMMAR_BYTES} can be enforced, as "
-            "strict functions and demanded calls need it"
+            f"tools: a grammar of their parameters has {size} bytes, but at most {MAX_GRAMMAR_BYTES} can be enforced, "
+            "as strict functions and demanded calls need it"
         )
         raise ApiError(400, message, param="tools")
     places = {
