@@ -34,8 +34,9 @@ def job(form: str, enforced: Enforced = "output") -> Job:
 
 
 def batches(text: str, reason: FinishReason, stop_reason: str | None) -> list[Batch]:
-    """A delta for each character."""
-    found: list[Batch] = [[(0, Delta(1, 0, char, pack_ints([1]), prompt_tokens=10))] for char in text]
+    """A delta for each 13 characters; how a text is split has its own tests."""
+    parts = [text[at : at + 13] for at in range(0, len(text), 13)]
+    found: list[Batch] = [[(0, Delta(1, 0, part, pack_ints([1]), prompt_tokens=10))] for part in parts]
     return [*found, [(0, Finished(1, 0, reason, stop_reason, 10, 6, 4))]]
 
 

@@ -164,12 +164,12 @@ def test_strict_calls_are_counted(tools: str) -> None:
 def test_whatever_a_stubborn_model_writes_its_calls_are_valid(tools: str) -> None:
     """It wants to write a bad call, and where it can't, it writes anything that it may."""
     parts = [written(tools, "get_weather", BAD), written(tools, "get_weather", '{"unit": 1}'), "Well, ", "[", "<", " "]
-    for seed in range(12):
+    for seed in range(5):
         choose = random.Random(seed)
         found = LLMatcher(TOKENIZER, strict(tools))
         wanted: list[int] = []
         output: list[int] = []
-        while len(output) < 400 or not found.is_accepting():
+        while len(output) < 200 or not found.is_accepting():
             if found.is_stopped():
                 break
             wanted = wanted or TOKENIZER.tokenize_str(choose.choice(parts))
