@@ -91,7 +91,7 @@ def test_a_demanded_call_that_is_cut_anywhere_is_no_text(
     form: str, reason: FinishReason, stop_reason: str | None
 ) -> None:
     output = OUTPUTS[form]
-    for cut in range(len(output)):
+    for cut in range(0, len(output), 1 if reason == "length" else 5):  # where it is cut does not depend on why
         arrived = batches(output[:cut], reason, stop_reason)
         text, calls, ended = chat(job(form), arrived)
         assert text == ""
