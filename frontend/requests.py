@@ -178,7 +178,7 @@ def prompts_of(given: str | list[str | int | list[int]], param: str = "prompt") 
     if all(isinstance(item, int) for item in given):
         return (_token_prompt(given, param),)  # type: ignore[arg-type]
     if len(given) > MAX_PROMPTS:
-        raise ApiError(400, f"{param} may have at most {MAX_PROMPTS} prompts, not {len(given)}", param=param)
+        raise ApiError(400, f"{param} may have at most {MAX_PROMPTS} entries, not {len(given)}", param=param)
     if all(isinstance(item, str) for item in given):
         return tuple(TextPrompt(text) for text in given)  # type: ignore[arg-type]
     if all(isinstance(item, list) for item in given):

@@ -101,14 +101,15 @@ def test_a_required_call_that_the_limit_cuts_is_no_text(client: openai.OpenAI, s
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_strict_call_that_the_model_chooses_has_arguments_of_its_schema(client: openai.OpenAI, strict: bool) -> None:
-    """Left alone, this model repeats its earlier call, whose arguments are not what the schema asks for."""
-    call = {"name": "get_weather", "arguments": '{"town": "Paris"}'}
-    messages = [
-        *QUESTION,
-        {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": call}]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "Sunny."},
-        *QUESTION,
-    ]
+    """Left alone, this model repeats its earlier calls, whose arguments are not what the schema asks for."""
+    messages: list[Any] = []
+    for city in ("Rome", "Oslo", "Bonn"):
+        earlier = {"name": "get_weather", "arguments": json.dumps({"town": city})}
+        messages += [
+            {"role": "user", "content": f"What is the weather in {city}?"},
+            {"role": "assistant", "tool_calls": [{"id": city, "type": "function", "function": earlier}]},
+        ]
+    messages += QUESTION
     function = {"name": "get_weather", "parameters": WEATHER, "strict": strict}
     (choice,) = ask(client, stream=False, messages=messages, tools=[{"type": "function", "function": function}]).choices
     assert choice.message.tool_calls

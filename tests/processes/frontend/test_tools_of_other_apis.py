@@ -203,7 +203,7 @@ def test_errors_about_functions_name_them_as_they_were_sent(responses: Any) -> N
         assert param in caught.value.message
 
 
-@pytest.mark.parametrize("limit", [2, 5, 11])
+@pytest.mark.parametrize("limit", [2, 8, 18])
 def test_a_demanded_call_that_the_limit_cuts_is_no_text(responses: Any, messages: Any, limit: int) -> None:
     """Cut in the opening mark, inside the name, and inside the arguments, which stay as far as they came."""
     whole = responses.create(
