@@ -423,3 +423,28 @@ def test_a_call_cannot_be_continued() -> None:
     assert (error.status, error.body.param) == (400, "continue_final_message")
     assert "tool_calls" in error.body.message
     assert chat(messages=messages).prompts
+
+
+def test_unknown_fields_of_nested_objects_are_named_and_no_error() -> None:
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hi"}],
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": False},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}, "a": 1}, "b": None},
+        "tools": [{"type": "function", "function": {"name": "f", "c": {}}, "d": 1}],
+        "tool_choice": {"type": "function", "function": {"name": "f", "e": 1}, "g": 1},
+        "structured_outputs": None,
+        "guided_whitespace_pattern": None,
+    }
+    _, ignored = decode_body(json.dumps(body).encode(), chat_decoder)
+    assert ignored == [
+        "stream_options.continuous_usage_stats",
+        "response_format.json_schema.a",
+        "response_format.b",
+        "tools.function.c",
+        "tools.d",
+        "tool_choice.function.e",
+        "tool_choice.g",
+        "guided_whitespace_pattern",
+    ]
