@@ -129,17 +129,18 @@ def test_a_message_with_calls_cannot_be_continued() -> None:
     ("origins", "param"),
     [
         ({2: "tools[0].function.parameters"}, None),
-        ({line: "x" for line in range(MAX_TOOLS)}, None),
-        ({line: "x" for line in range(MAX_TOOLS + 1)}, "grammar"),
+        (dict.fromkeys(range(MAX_TOOLS), "x"), None),
+        (dict.fromkeys(range(MAX_TOOLS + 1), "x"), "grammar"),
         ({1: "x" * 129}, "grammar"),
         ({1: "\ud83d"}, "grammar"),
     ],
     ids=lambda value: str(value)[:30],
 )
 def test_origins_of_a_grammar(origins: dict[int, str], param: str | None) -> None:
-    try:
-        validate(ChatPrompt((USER,)), SamplingParams(grammar=Grammar("lark", "start: x", origins)), MODEL)
-    except InvalidRequest as error:
-        assert error.param == param
-    else:
-        assert param is None
+    params = SamplingParams(grammar=Grammar("lark", "start: x", origins))
+    if param is None:
+        validate(ChatPrompt((USER,)), params, MODEL)
+        return
+    with pytest.raises(InvalidRequest) as caught:
+        validate(ChatPrompt((USER,)), params, MODEL)
+    assert caught.value.param == param
