@@ -6,16 +6,17 @@ from config.grammar import TokenTable
 
 # Strings, comments and regular expressions are skipped: what looks like a token there is text.
 _PARTS = re.compile(
-    r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<ids><\[[^\]\n]*\]>)|(?P<name><[^<>\s\[\]"]+>)'
+    r'"(?:\\.|[^"\\\n])*+"|//[^\n]*|/(?:\\.|[^/\\\n])++/|(?P<ids><\[[^\]\n]*\]>)|(?P<name><[^<>\s\[\]"]+>)'
 )
+_RANGE = re.compile(r"\s*([0-9]{1,10})\s*(?:-\s*([0-9]{1,10})\s*)?")
 
 
 def check_tokens(lark: str, table: TokenTable) -> None:
     """Raise ValueError for a grammar that names an end-of-sequence token, with which the output ends, whole or not."""
-    ends = {table.tokens[token_id].decode(errors="replace"): token_id for token_id in table.eos_token_ids}
+    names = {table.tokens[token_id].decode(errors="replace") for token_id in table.eos_token_ids}
     for found in _PARTS.finditer(lark):
-        name, ids = found["name"], found["ids"]
-        if name in ends or (ids and any(_holds(ids[2:-2], token_id) for token_id in ends.values())):
+        ids = found["ids"]
+        if found["name"] in names or (ids and any(_holds(ids[2:-2], token_id) for token_id in table.eos_token_ids)):
             raise ValueError(
                 f"{found[0][:64]} is or includes an end-of-sequence token, which ends the output at once: leave it "
                 "out, an output ends by itself where the grammar allows it"
@@ -23,13 +24,10 @@ def check_tokens(lark: str, table: TokenTable) -> None:
 
 
 def _holds(ids: str, token_id: int) -> bool:
-    """Whether the inside of `<[...]>` includes this token."""
+    """Whether the inside of `<[...]>` includes this token; what is no list of ranges is for llguidance to refuse."""
     if ids == "*":
         return True
     excluded = ids.startswith("^")
-    listed = False
-    for part in ids.removeprefix("^").split(","):
-        first, _, last = part.partition("-")
-        if first.strip().isdecimal() and (last or first).strip().isdecimal():
-            listed = listed or int(first) <= token_id <= int(last or first)
+    ranges = filter(None, map(_RANGE.fullmatch, ids.removeprefix("^").split(",")))
+    listed = any(int(found[1]) <= token_id <= int(found[2] or found[1]) for found in ranges)
     return listed != excluded

@@ -133,6 +133,7 @@ def test_names_of_properties_and_values_are_no_keywords(child: Compiler) -> None
         ("lark", "root ::= (", ""),
         ("lark", 'foo: "a"', "start"),
         ("lark", "start: <nope>", "unknown special token"),
+        ("lark", f"start: <[{'9' * 5000}]>", ""),
         ("lark", r"start: /[^\d\D]/", "no output can match it"),
         ("regex", r"[^\d\D]", "no output can match it"),
         ("json_schema", '{"type": "string", "pattern": "^a", "format": "date"}', "Unsatisfiable"),
