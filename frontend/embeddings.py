@@ -2,10 +2,11 @@
 
 import asyncio
 import base64
+import re
 
 from aiohttp import web
 
-from ipc.client import EMBEDDING_PARAMS, RequestFailed, RequestOptions
+from ipc.client import EMBEDDING_PARAMS, AsyncClient, RequestFailed, RequestOptions
 from ipc.codec import unpack_floats
 from ipc.messages import Finished, ModelInfo, TextPrompt, TokenPrompt
 from ipc.validation import InvalidRequest, check_characters, validate_options, validate_prompt
@@ -18,6 +19,9 @@ from .requests import MAX_SALT, check_model, prompts_of
 from .service import SERVICE
 from .tenant import namespace_of, tenant_of
 from .together import check_together
+
+_PROMPT = re.compile(r"^(?:prompt: )?(?:the )?prompt\b")
+_COUNT = re.compile(r"prompt has (\d+) tokens")
 
 
 async def embeddings(request: web.Request) -> web.Response:
@@ -35,11 +39,13 @@ async def embeddings(request: web.Request) -> web.Response:
     }
     with service.running():
         await check_together(service.client, inputs, 1, "input")
-        tasks = [asyncio.ensure_future(service.client.embed(prompt, **options)) for prompt in inputs]
+        names = _names(body)
+        tasks = [
+            asyncio.ensure_future(_embed(service.client, prompt, name, options))
+            for prompt, name in zip(inputs, names, strict=True)
+        ]
         try:
             answers = await asyncio.gather(*tasks)
-        except RequestFailed as error:
-            raise _renamed(ApiError.of_failed(error.failed)) from None
         finally:
             # Also reached when the client leaves, or one of several fails.
             for task in tasks:
@@ -55,18 +61,42 @@ def _inputs(body: EmbeddingRequest, model: ModelInfo) -> tuple[TextPrompt | Toke
     try:
         validate_options(priority=body.priority or 0)
         check_characters("cache_salt", body.cache_salt or "", MAX_SALT)
-        for prompt in inputs:
-            validate_prompt(prompt, EMBEDDING_PARAMS, model)
     except InvalidRequest as error:
-        raise _renamed(ApiError.of_invalid(error)) from None
+        raise ApiError.of_invalid(error) from None
+    for prompt, name in zip(inputs, _names(body), strict=True):
+        try:
+            validate_prompt(prompt, EMBEDDING_PARAMS, model)
+        except InvalidRequest as error:
+            raise _renamed(ApiError.of_invalid(error), name, model.max_model_len) from None
     return inputs
 
 
-def _renamed(error: ApiError) -> ApiError:
+def _names(body: EmbeddingRequest) -> list[str]:
+    """What each input is called in errors: by its index where there are several."""
+    if isinstance(body.input, str) or isinstance(body.input[0], int):
+        return ["input"]
+    return [f"input[{index}]" for index in range(len(body.input))]
+
+
+async def _embed(client: AsyncClient, prompt: TextPrompt | TokenPrompt, name: str, options: RequestOptions) -> Finished:
+    try:
+        return await client.embed(prompt, **options)
+    except RequestFailed as error:
+        context = client.model.max_model_len if client.model is not None else None
+        raise _renamed(ApiError.of_failed(error.failed), name, context) from None
+
+
+def _renamed(error: ApiError, name: str, context: int | None) -> ApiError:
     """The engine speaks of a prompt, and of the one token that it counts as its output."""
-    if error.body.param in ("prompt", "max_tokens"):
-        error.body.message = f"input: {error.body.message}"
-        error.body.param = "input"
+    body = error.body
+    if body.param not in ("prompt", "max_tokens"):
+        return error
+    if body.code == "context_length_exceeded" and context is not None:
+        count = _COUNT.search(body.message)
+        body.message = f"{name} may have at most {context - 1} tokens" + (f", not {count[1]}" if count else "")
+    else:
+        body.message = _PROMPT.sub(lambda _: name, body.message, count=1)
+    body.param = name
     return error
 
 

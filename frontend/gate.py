@@ -12,7 +12,7 @@ from .errors import ApiError
 from .tenant import key_digest, presented_key, tenant_of_key
 
 # What a web page may read of an answer besides its body.
-EXPOSED_HEADERS = "x-request-id, Retry-After, x-tokenmill-ignored"
+EXPOSED_HEADERS = "x-request-id, request-id, Retry-After, x-tokenmill-ignored"
 _PREFLIGHT_SECONDS = 600  # that a browser may keep the answer to a preflight
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, \t-]{1,2048}")  # a list of RFC 9110's tokens
 

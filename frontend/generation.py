@@ -10,7 +10,7 @@ from ipc.messages import Delta, Finished, PromptInfo
 from .errors import ApiError
 from .metrics import Metrics
 from .protocol import PromptTokensDetails, Usage
-from .requests import Job
+from .requests import Job, prompt_names
 from .tenant import namespace_of
 
 Batch = list[tuple[int, Delta | Finished]]  # choice index over all prompts, and what it got
@@ -43,14 +43,17 @@ class Generation:
         def taking(first_index: int) -> Callable[[list[Delta | Finished]], None]:
             return lambda items: take(self._note(first_index, items))
 
-        streams = [stream.deliver(taking(at * self._choices)) for at, stream in enumerate(self._streams)]
-        try:
-            if len(streams) == 1:
-                await streams[0]
-            else:
-                await asyncio.gather(*streams)
-        except RequestFailed as error:
-            raise ApiError.of_failed(error.failed).renamed(self._renamed) from None
+        async def delivered(at: int) -> None:
+            try:
+                await self._streams[at].deliver(taking(at * self._choices))
+            except RequestFailed as error:
+                names = {**self._renamed, **prompt_names(at, len(self._streams))}
+                raise ApiError.of_failed(error.failed).renamed(names) from None
+
+        if len(self._streams) == 1:
+            await delivered(0)
+        else:
+            await asyncio.gather(*map(delivered, range(len(self._streams))))
         self._metrics.request_latency.observe(time.monotonic() - self._started)
 
     def _note(self, first_index: int, items: list[Delta | Finished]) -> Batch:

@@ -8,6 +8,8 @@ from ipc.messages import Grammar
 from . import protocol
 from .errors import ApiError
 
+_WHITESPACE = "JSON is written with at most one space after a comma or colon"
+
 
 def grammar_of(body: protocol.SamplingFields) -> tuple[Grammar | None, str]:
     """The grammar that a body asks for, and the parameter that it came in; None for free text."""
@@ -40,6 +42,10 @@ def _structured_outputs(asked: protocol.StructuredOutputs | None) -> list[tuple[
     if asked is None:
         return []
     name = "structured_outputs"
+    _refuse(f"{name}.structural_tag", asked.structural_tag)
+    _refuse(f"{name}.whitespace_pattern", asked.whitespace_pattern, _WHITESPACE)
+    instead = 'write "additionalProperties": false into the schema'
+    _refuse(f"{name}.disable_additional_properties", asked.disable_additional_properties or None, instead)
     found = _named(f"{name}.", asked.json, asked.regex, asked.choice, asked.grammar)
     if asked.json_object:
         found.append((Grammar("json_object", ""), f"{name}.json_object"))
@@ -48,7 +54,14 @@ def _structured_outputs(asked: protocol.StructuredOutputs | None) -> list[tuple[
     return found
 
 
+def _refuse(name: str, value: Any, why: str = "") -> None:
+    """What would change the output in a way that is not done here; vLLM's clients send most of it as null."""
+    if value is not None:
+        raise ApiError(400, f"{name} is not supported" + (why and f": {why}"), param=name)
+
+
 def _guided(body: protocol.SamplingFields) -> list[tuple[Grammar, str]]:
+    _refuse("guided_whitespace_pattern", body.guided_whitespace_pattern, _WHITESPACE)
     return _named("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
 
 

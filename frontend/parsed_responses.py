@@ -9,7 +9,7 @@ from msgspec import UNSET
 from ipc.messages import Delta, Finished
 
 from .generation import Batch
-from .pieces import OutputParser, Piece, Reasoning, Text, ToolArguments, ToolCallBegin
+from .pieces import OutputParser, Piece, Reasoning, Text, ToolArguments, ToolCallBegin, is_whole
 from .prompt_fields import CompletionLogprobs
 from .protocol import AssistantMessage, ChatChoice, ChatLogprobs, FunctionCall, ToolCall
 from .requests import Job
@@ -104,14 +104,6 @@ class ParsedChatResponder(ChatResponder):
         self, index: int, text: str, logprobs: ChatLogprobs | CompletionLogprobs | None, reason: str
     ) -> ChatChoice:
         return super()._whole_choice(index, "", logprobs, reason)
-
-
-def is_whole(arguments: str) -> bool:
-    """Whether these are the arguments of a call that can be made: a stop string may have cut them."""
-    try:
-        return isinstance(msgspec.json.decode(arguments), dict)
-    except msgspec.DecodeError:
-        return False
 
 
 def _delta(piece: Piece) -> dict[str, Any]:

@@ -6,6 +6,7 @@ order in which they were generated; a call's arguments come after its beginning 
 
 from abc import ABC, abstractmethod
 
+import msgspec
 from msgspec import Struct
 
 
@@ -53,3 +54,11 @@ class OutputParser(ABC):
     @abstractmethod
     def finish(self) -> list[Piece]:
         """The output has ended: what is left."""
+
+
+def is_whole(arguments: str | None) -> bool:
+    """Whether these are the arguments of a call that can be made: the output may have ended inside them."""
+    try:
+        return arguments is not None and isinstance(msgspec.json.decode(arguments), dict)
+    except (msgspec.DecodeError, RecursionError):
+        return False

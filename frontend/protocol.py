@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from .prompt_fields import CompletionLogprobs, PromptLogprobs
+from .unknown import Ignored
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 MAX_DIGITS = 19  # of a logit_bias key; any int64 has no more
@@ -86,14 +87,18 @@ class ResponseFormat(Struct):
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(Struct, forbid_unknown_fields=True):
-    """vLLM's; exactly one is to be given."""
+class StructuredOutputs(Struct):
+    """vLLM's; exactly one of the first five is to be given."""
 
     json: JsonSchema | str | None = None
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None  # Lark or GBNF
+    # Refused where they would change the output:
+    structural_tag: Ignored = None
+    whitespace_pattern: Ignored = None
+    disable_additional_properties: Ignored = None
 
 
 BiasKey = Annotated[str, Meta(max_length=MAX_DIGITS + 1)]
@@ -145,6 +150,7 @@ class SamplingFields(Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: Ignored = None  # refused, unless it is null
 
 
 class ChatRequest(SamplingFields, kw_only=True):

@@ -178,12 +178,17 @@ def prompts_of(given: str | list[str | int | list[int]], param: str = "prompt") 
     if all(isinstance(item, int) for item in given):
         return (_token_prompt(given, param),)  # type: ignore[arg-type]
     if len(given) > MAX_PROMPTS:
-        raise ApiError(400, f"{param} may have at most {MAX_PROMPTS} prompts, not {len(given)}", param=param)
+        raise ApiError(400, f"{param} may have at most {MAX_PROMPTS} entries, not {len(given)}", param=param)
     if all(isinstance(item, str) for item in given):
         return tuple(TextPrompt(text) for text in given)  # type: ignore[arg-type]
     if all(isinstance(item, list) for item in given):
         return tuple(_token_prompt(ids, param) for ids in given)  # type: ignore[arg-type]
     raise ApiError(400, f"{param} must be a string, strings, token ids or lists of token ids, not a mix", param=param)
+
+
+def prompt_names(index: int, count: int) -> dict[str, str]:
+    """What the prompt is called in errors: by its index where there are several."""
+    return {"prompt": f"prompt[{index}]"} if count > 1 else {}
 
 
 def _token_prompt(ids: Sequence[int], param: str) -> TokenPrompt:
@@ -258,10 +263,13 @@ def _job(
         validate_options(**options)
         check_characters("cache_salt", cache_salt, MAX_SALT)
         validate_params(params, model)
-        for prompt in prompts:
-            validate_prompt(prompt, params, model)
     except InvalidRequest as error:
         raise ApiError.of_invalid(error).renamed(renamed) from None
+    for index, prompt in enumerate(prompts):
+        try:
+            validate_prompt(prompt, params, model)
+        except InvalidRequest as error:
+            raise ApiError.of_invalid(error).renamed({**renamed, **prompt_names(index, len(prompts))}) from None
     return Job(
         prompts,
         params,

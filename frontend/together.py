@@ -32,14 +32,15 @@ async def check_together(
             validate_together([await _count(client, prompt) for prompt in prompts], n, model, name)
     except InvalidRequest as error:
         raise ApiError.of_invalid(error) from None
-    except RequestFailed as error:
-        raise ApiError.of_failed(error.failed) from None
 
 
 async def _count(client: AsyncClient, prompt: TextPrompt | ChatPrompt | TokenPrompt) -> int:
-    """Tokens of a prompt; 1 for a text so long that it is refused for that."""
+    """Tokens of a prompt; 1 for one that is refused anyhow, which its own request then says best."""
     if isinstance(prompt, TokenPrompt):
         return len(prompt.token_ids) // 4
     if isinstance(prompt, TextPrompt) and len(prompt.text.encode()) > MAX_TOKENIZE_BYTES:
         return 1
-    return len((await client.tokenize(prompt)).token_ids) // 4
+    try:
+        return len((await client.tokenize(prompt)).token_ids) // 4
+    except RequestFailed:
+        return 1

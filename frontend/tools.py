@@ -7,11 +7,12 @@ import msgspec
 from msgspec import Struct
 
 from ipc.messages import Grammar, ModelInfo
+from ipc.validation import MAX_GRAMMAR_BYTES
 
 from . import protocol
 from .errors import ApiError
 from .parsers import OutputFormat, call_parser
-from .parsers.grammar import arguments_rule
+from .parsers.grammar import ANY_ARGUMENTS, arguments_name, arguments_rule
 
 if TYPE_CHECKING:
     from .requests import Job
@@ -29,15 +30,15 @@ class ToolRequest(Struct, frozen=True):
 
     def apply(self, job: "Job") -> "Job":
         """The same job with these tools."""
-        if self.grammar is not None and job.params.grammar is not None:
-            raise ApiError(400, "tool_choice demands a call, which excludes any other format", param="tool_choice")
         output_format = self.output_format
+        if output_format.enforced == "output" and job.params.grammar is not None:
+            raise ApiError(400, "tool_choice demands a call, which excludes any other format", param="tool_choice")
         if job.params.grammar is not None:
             # All of the output matches the grammar, also where the template has opened a place for reasoning.
-            output_format = msgspec.structs.replace(output_format, reasoning="")
+            output_format = msgspec.structs.replace(output_format, reasoning="", enforced="")
         params = msgspec.structs.replace(job.params, shown_special_tokens=self.shown_special_tokens)
         job = msgspec.structs.replace(job, params=params, output_format=output_format)
-        if self.grammar is None:
+        if self.grammar is None or params.grammar is not None:
             return job
         params = msgspec.structs.replace(params, grammar=self.grammar)
         return msgspec.structs.replace(job, params=params, renamed={**job.renamed, "grammar": "tools"})
@@ -65,13 +66,17 @@ def tool_request(body: protocol.ChatRequest, model: ModelInfo) -> ToolRequest:
         most = 1
     # A call that is demanded comes at once, without reasoning.
     names = tuple(function.name for function in functions)
-    output_format = OutputFormat(model.tool_format, names, "" if called else model.reasoning_format, most)
-    return ToolRequest(
-        msgspec.json.encode([_shown(function) for function in functions]),
-        output_format,
-        _grammar(called, most or MOST_FORCED_CALLS, model) if called else None,
-        _special(output_format, model),
-    )
+    reasoning = "" if called else model.reasoning_format
+    output_format = OutputFormat(model.tool_format, names, reasoning, most, "output" if called else "")
+    special = _special(output_format, model)
+    grammar = None
+    if called:
+        grammar = _grammar(called, names, most or MOST_FORCED_CALLS, model)
+    elif any(function.strict for function in functions) and _can_be_strict(output_format):
+        output_format = msgspec.structs.replace(output_format, enforced="calls")
+        grammar = _strict_grammar(functions, output_format, special, model)
+    shown = msgspec.json.encode([_shown(function) for function in functions])
+    return ToolRequest(shown, output_format, grammar, special)
 
 
 def _without_tools(model: ModelInfo) -> ToolRequest:
@@ -121,6 +126,49 @@ def _demanded(
     return found
 
 
-def _grammar(functions: Sequence[protocol.FunctionDefinition], most: int, model: ModelInfo) -> Grammar:
-    rules = {function.name: arguments_rule(function.parameters) for function in functions}
-    return Grammar("lark", call_parser(model.tool_format).grammar(rules, model.special_tokens, most=most))
+def _grammar(
+    called: Sequence[protocol.FunctionDefinition], names: Sequence[str], most: int, model: ModelInfo
+) -> Grammar:
+    """The grammar of 1 to `most` calls; `names` are those of all functions."""
+    rules = {function.name: arguments_rule(function.parameters) for function in called}
+    source = call_parser(model.tool_format).grammar(rules, model.special_tokens, most=most)
+    return _as_grammar(source, called, names)
+
+
+def _can_be_strict(output_format: OutputFormat) -> bool:
+    """Where calls are told by standing at the beginning, it must be known where that is."""
+    return not output_format.reasoning or call_parser(output_format.tools).marked
+
+
+def _strict_grammar(
+    functions: Sequence[protocol.FunctionDefinition],
+    output_format: OutputFormat,
+    special: tuple[str, ...],
+    model: ModelInfo,
+) -> Grammar:
+    """The grammar of an output that may have calls; only those of strict functions need arguments of their schema."""
+    rules = {
+        function.name: arguments_rule(function.parameters) if function.strict else ANY_ARGUMENTS
+        for function in functions
+    }
+    parser = call_parser(output_format.tools)
+    marks = [text for text in special if text not in parser.markup]
+    source = parser.free_grammar(rules, model.special_tokens, most=output_format.most_calls, marks=marks)
+    return _as_grammar(source, functions, output_format.names)
+
+
+def _as_grammar(source: str, called: Sequence[protocol.FunctionDefinition], names: Sequence[str]) -> Grammar:
+    """A grammar that knows which function's `parameters` its lines are made from."""
+    size = len(source.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        message = (
+            f"tools: a grammar of their parameters has {size} bytes, but at most {MAX_GRAMMAR_BYTES} can be enforced, "
+            "as strict functions and demanded calls need it"
+        )
+        raise ApiError(400, message, param="tools")
+    places = {
+        f"{arguments_name(at)}:": f"tools[{names.index(function.name)}].function.parameters"
+        for at, function in enumerate(called)
+    }
+    found = ((number, places.get(line.partition(" ")[0])) for number, line in enumerate(source.split("\n"), 1))
+    return Grammar("lark", source, {number: place for number, place in found if place is not None})

@@ -9,9 +9,12 @@ from msgspec import Struct
 
 from .body import invalid_body
 from .errors import ApiError
-from .protocol import ChatRequest
+from .protocol import BiasKey, ChatRequest, JsonSchema, StructuredOutputs
+from .unknown import Ignored
 
 T = TypeVar("T")
+
+_FORMAT = re.compile(r"(?<![\w.])response_format(?:\.\w+)*")
 
 
 def required(value: T | None, where: str) -> T:
@@ -38,6 +41,17 @@ class ExtraFields(Struct, kw_only=True):
     cache_pin_seconds: float | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    logit_bias: dict[BiasKey, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: Ignored = None
 
     def extra(self) -> dict[str, Any]:
         """Those that are given."""
@@ -71,7 +85,11 @@ class Names:
     def translate(self, error: ApiError) -> ApiError:
         """The same error with the client's name of the parameter, in the message too."""
         param = error.body.param
-        if param is None or (name := self.of(param)) == param:
+        if param is None:
+            return error
+        if (name := self.of(param)) == param:
+            # It may speak of the client's own format besides.
+            error.body.message = _FORMAT.sub(lambda found: self.of(found[0]), error.body.message)
             return error
         # "each stop string" speaks of strings, not of the parameter.
         pattern = r"(?<!each )(?<![\w.])" + re.escape(param) + r"(?!\w)"

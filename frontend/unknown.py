@@ -1,11 +1,17 @@
-"""Names of a body's fields that its type does not know, at every level that the type describes."""
+"""Names of a body's fields that have no effect, at every level that its type describes.
+
+They are those that the type does not know, and those that it has as `Ignored`.
+"""
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct, inspect
+from msgspec import Meta, Struct, inspect
+
+# A field that is named as if nobody knew it; its values are there for whoever refuses some of them.
+Ignored = Annotated[Any, Meta(extra={"ignored": True})]
 
 
 class Shape(Struct, frozen=True):
@@ -25,7 +31,7 @@ def _shape(info: inspect.Type, above: tuple[type, ...]) -> Shape | None:
         if info.cls in above:
             return None  # it contains itself; one level is enough
         inner = (*above, info.cls)
-        fields = {field.encode_name: _shape(field.type, inner) for field in info.fields}
+        fields = {field.encode_name: _shape(field.type, inner) for field in info.fields if not _is_ignored(field.type)}
         if isinstance(info.tag_field, str):
             fields[info.tag_field] = None
         return Shape(fields)
@@ -36,6 +42,10 @@ def _shape(info: inspect.Type, above: tuple[type, ...]) -> Shape | None:
         if shapes:
             return Shape({name: field for shape in shapes for name, field in shape.fields.items()})
     return None
+
+
+def _is_ignored(info: inspect.Type) -> bool:
+    return isinstance(info, inspect.Metadata) and bool((info.extra or {}).get("ignored"))
 
 
 def unknown_fields(data: bytes, kind: Any) -> list[str]:

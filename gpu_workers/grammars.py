@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from config.grammar_errors import readable
 from gpu_workers.rows import Ints, int32_columns
 from gpu_workers.sampling import IntArray, TokenMask
 from ipc.messages import NewRow, RowFailure
@@ -143,7 +144,8 @@ class Grammars:
 
 
 def _problem(matcher: "LLMatcher") -> str:
-    return f"grammar: {matcher.get_error().strip() or 'the output does not match it'}"
+    error = matcher.get_error()
+    return f"grammar: {readable(error) if error else 'the output does not match it'}"
 
 
 def _log_unexpected(error: BaseException) -> None:

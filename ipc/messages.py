@@ -63,6 +63,7 @@ class Grammar(Message, frozen=True):
 
     kind: GrammarKind
     source: str  # a JSON schema, a regular expression, a JSON list of strings, or llguidance's dialect of Lark
+    origins: dict[int, str] = {}  # by line (from 1) of a Lark source: the field it was made from, for errors
 
 
 class SamplingParams(Message, frozen=True):

@@ -337,6 +337,10 @@ def _check_grammar(grammar: Grammar) -> None:
     size = _check_text("grammar", grammar.source)
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(f"grammar: it may have at most {MAX_GRAMMAR_BYTES} bytes, not {size}", "grammar")
+    if len(grammar.origins) > MAX_TOOLS:
+        raise InvalidRequest(f"grammar: origins may have at most {MAX_TOOLS} entries", "grammar")
+    for name in grammar.origins.values():
+        check_characters("grammar", name, MAX_NAME)
     if grammar.kind == "json_schema":
         _check_schema(grammar.source)
     elif grammar.kind == "choice":
@@ -428,6 +432,12 @@ def _check_chat(prompt: ChatPrompt, model: ModelInfo) -> None:
         if prompt.messages[-1].role != "assistant":
             raise InvalidRequest(
                 "continue_final_message needs a last message of the assistant", "continue_final_message"
+            )
+        if prompt.messages[-1].tool_calls:
+            raise InvalidRequest(
+                "continue_final_message: the last message has tool_calls, behind which its text cannot go on: leave "
+                "out one of the two",
+                "continue_final_message",
             )
 
 

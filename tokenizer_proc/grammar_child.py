@@ -14,16 +14,16 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from config.grammar import GRAMMAR_LIMITS, read_token_table
+from config.grammar import GRAMMAR_LIMITS, TokenTable, read_token_table
+from config.grammar_errors import readable
 from ipc.messages import GrammarKind
 
 from .child_frames import Answer, Done, Refused, serve, set_alarm, stop_alarm
-from .grammar_requests import Compile, Request, Setup
+from .grammar_requests import PLACE, Compile, Request, Setup
+from .grammar_tokens import check_tokens
 from .json_schemas import UnsupportedSchema, check_keywords
 
-_MAX_MESSAGE_CHARS = 500
 _EXCERPT = re.compile(r"\n +\d+ \| .*", re.DOTALL)  # of the Lark grammar, with which a message ends
-_PLACE = re.compile(r"at \d+\(\d+\): (?:failed to compile JSON schema: )?")  # in it
 # The model decides how text that the grammar forces is cut into tokens: llguidance would need the tokenizer for it.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 # Compact, or as Python's json.dumps writes it: no other whitespace, in which small models lose themselves.
@@ -33,7 +33,8 @@ _JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separa
 def translate(kind: GrammarKind, source: str) -> str:
     """A grammar in the form that `LLMatcher` takes; ValueError when it can't be one."""
     if kind == "lark":
-        lark = any_to_lark(source)  # GBNF, which others take under the same name, becomes Lark
+        # GBNF, which others take under the same name, becomes Lark; llguidance sees it in more than what has its sign.
+        lark = any_to_lark(source) if "::=" in source else source
     elif kind == "regex":
         (entry,) = json.loads(LLMatcher.grammar_from_regex(source))["grammars"]
         lark = entry["lark_grammar"]
@@ -61,13 +62,14 @@ class Compiler:
 
     def __init__(self) -> None:
         self._tokenizer: LLTokenizer | None = None
+        self._table: TokenTable | None = None
         self._limits = LLParserLimits(**GRAMMAR_LIMITS)
         self._seconds = 0.0
 
     def answer(self, request: Request) -> Answer:
         try:
             if isinstance(request, Setup):
-                table = read_token_table(Path(request.token_table))
+                table = self._table = read_token_table(Path(request.token_table))
                 self._tokenizer = LLTokenizer(cast(TokenizerWrapper, table), eos_token=table.eos_token_ids or None)
                 self._seconds = request.limit_seconds
                 return Done("")
@@ -85,6 +87,9 @@ class Compiler:
 
     def _compile(self, request: Compile) -> Answer:
         assert self._tokenizer is not None
+        assert self._table is not None
+        if request.kind == "lark":
+            check_tokens(request.source, self._table)
         grammar = translate(request.kind, request.source)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if not matcher.is_error():
@@ -97,8 +102,7 @@ class Compiler:
 def _readable(message: str, *, with_place: bool = False) -> str:
     """llguidance's message without the Lark around what the client wrote."""
     text = _EXCERPT.sub("", message).strip()
-    text = text if with_place else _PLACE.sub("", text, count=1)
-    return text if len(text) <= _MAX_MESSAGE_CHARS else text[:_MAX_MESSAGE_CHARS] + "..."
+    return readable(text if with_place else PLACE.sub("", text, count=1))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from config.grammar import TokenTable, write_token_table
 from ipc.messages import Grammar
 from ipc.validation import InvalidRequest
 
-from .grammar_requests import Compile, Setup
+from .grammar_requests import PLACE, Compile, Setup
 from .killable_child import ChildBroken, ChildRefused, KillableChild, TookTooLong
 from .vocabulary import Vocabulary
 
@@ -61,7 +61,7 @@ class GrammarCompiler:
         try:
             compiled = await self._child.ask(Compile(grammar.kind, grammar.source))
         except ChildRefused as error:
-            raise InvalidRequest(f"grammar: {error}", "grammar") from None
+            raise _invalid(grammar, str(error)) from None
         except TookTooLong:
             raise InvalidRequest(f"grammar: compiling it took longer than {self._timeout:g} s", "grammar") from None
         except ChildBroken:
@@ -86,6 +86,15 @@ class GrammarCompiler:
     async def close(self) -> None:
         """End the child, whatever it is doing."""
         await self._child.close()
+
+
+def _invalid(grammar: Grammar, problem: str) -> InvalidRequest:
+    """The error about a grammar, or about the field of the request that the line in question was made from."""
+    place = PLACE.match(problem)
+    origin = grammar.origins.get(int(place[1])) if place is not None else None
+    if place is None or origin is None:
+        return InvalidRequest(f"grammar: {problem}", "grammar")
+    return InvalidRequest(f"{origin}: {problem[place.end() :]}", origin)
 
 
 def _key(grammar: Grammar) -> bytes:

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from ..errors import ApiError
 from ..piece_renderer import Event, PieceRenderer, encode_events
-from ..pieces import OutputParser, Piece, Reasoning, Text, ToolArguments, ToolCallBegin
+from ..pieces import OutputParser, Piece, Reasoning, Text, ToolArguments, ToolCallBegin, is_whole
 from ..protocol import Usage
 from ..requests import Job
 from ..translation import Names
@@ -66,6 +66,7 @@ class MessagesRenderer(PieceRenderer):
         self._names = names
         self._blocks: list[ContentBlock] = []
         self._open: _Open | None = None
+        self._can_be_called = False  # the last call
         self._message = MessageObject(id="msg_" + uuid.uuid4().hex, model=job.model, usage=MessageUsage(0, 0))
 
     def _start(self, prompt_tokens: int) -> list[Event]:
@@ -103,6 +104,8 @@ class MessagesRenderer(PieceRenderer):
         if opened is None:
             return []
         self._blocks.append(opened.whole())
+        if isinstance(opened.block, ToolUseBlock):
+            self._can_be_called = is_whole("".join(opened.texts))
         return [BlockStop(len(self._blocks) - 1)]
 
     def _end(self, usage: Usage) -> list[Event]:
@@ -125,8 +128,7 @@ class MessagesRenderer(PieceRenderer):
             return "max_tokens", None
         if isinstance(end.stop_reason, str) and end.stop_reason in self._stop_sequences:
             return "stop_sequence", end.stop_reason
-        called = any(isinstance(block, ToolUseBlock) for block in self._blocks)
-        return ("tool_use" if called else "end_turn"), None
+        return ("tool_use" if self._can_be_called else "end_turn"), None
 
     def _answer(self, usage: Usage) -> MessageObject:
         return self._message

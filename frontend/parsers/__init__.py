@@ -5,7 +5,7 @@ for the setting.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
 
@@ -20,6 +20,9 @@ TOOL_PARSERS = {  # module and class, by the name of the format
     "mistral": ("mistral", "MistralParser"),
 }
 REASONING_PARSERS = ("think",)
+
+# What a grammar holds to the format: nothing, each call once it has begun, or all of the output, which is calls alone.
+Enforced = Literal["", "calls", "output"]
 
 
 class PlainParser(OutputParser):
@@ -46,6 +49,7 @@ class OutputFormat(Struct, frozen=True):
     names: tuple[str, ...] = ()  # of the request's functions
     reasoning: str = ""
     most_calls: int | None = None  # further ones are left out
+    enforced: Enforced = ""
 
     @property
     def plain(self) -> bool:
@@ -56,7 +60,7 @@ class OutputFormat(Struct, frozen=True):
         """A new parser, for one choice."""
         parser: OutputParser = PlainParser()
         if self.tools:
-            parser = call_parser(self.tools)(self.names, self.most_calls)
+            parser = call_parser(self.tools)(self.names, self.most_calls, self.enforced)
         if self.reasoning:
             from .think import ThinkParser
 

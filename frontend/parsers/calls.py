@@ -7,9 +7,9 @@ output has ended. So it cannot depend on how the text was cut into deltas. Each 
 
 import secrets
 from abc import abstractmethod
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from itertools import groupby
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -17,6 +17,9 @@ from msgspec.structs import replace
 from frontend.pieces import OutputParser, Piece, Reasoning, Text, ToolArguments, ToolCallBegin
 
 from .json_object import ObjectScanner, decoded_string
+
+if TYPE_CHECKING:
+    from . import Enforced
 
 T = TypeVar("T")
 Script = Generator[None, str, T]
@@ -26,11 +29,16 @@ class CallParser(OutputParser):
     """Text and tool calls. White space beside a call belongs to the markup."""
 
     markup: ClassVar[tuple[str, ...]]  # what may be a special token of the vocabulary
+    marked: ClassVar[bool] = True  # markup stands before each call; else one may begin where the output does
 
-    def __init__(self, names: Collection[str], most: int | None = None) -> None:
-        """`names`: of the functions that the request has. Calls beyond `most` are left out."""
+    def __init__(self, names: Collection[str], most: int | None = None, enforced: "Enforced" = "") -> None:
+        """`names`: of the functions that the request has. Calls beyond `most` are left out.
+
+        With `enforced` what has begun as a call is one, so where the output is cut inside it there is no text to show.
+        """
         self._names = names
         self._most = most
+        self._enforced = enforced
         self._pieces: list[Piece] = []
         self._gap: list[str] = []  # white space that is text if more text follows
         self._behind_call = False
@@ -47,6 +55,16 @@ class CallParser(OutputParser):
         """A Lark grammar (llguidance's) of an output that is 1 to `most` calls and nothing else.
 
         `tools`: rule bodies that match the arguments, by function name. `special`: ids of special tokens by text.
+        """
+
+    @classmethod
+    @abstractmethod
+    def free_grammar(
+        cls, tools: Mapping[str, str], special: Mapping[str, int], *, most: int | None, marks: Sequence[str]
+    ) -> str:
+        """Likewise of an output that is free until a call begins; what the parser takes for a call matches `tools`.
+
+        There may be `most` calls, or any number. `marks`: special tokens that may stand in the text.
         """
 
     @abstractmethod
@@ -80,6 +98,8 @@ class CallParser(OutputParser):
 
     def _take(self) -> list[Piece]:
         pieces, self._pieces = _merged(self._pieces), []
+        if self._enforced == "output":  # text is markup that was cut off
+            pieces = [piece for piece in pieces if not isinstance(piece, Text)]
         if self._most is None or self._calls <= self._most:
             return pieces
         return [piece for piece in pieces if isinstance(piece, Text | Reasoning) or piece.call < self._most]
@@ -105,6 +125,11 @@ class CallParser(OutputParser):
         self._gap = [space] if space else []
         self._behind_call = False
         self._spoken = True
+
+    def _give_up(self, written: str) -> None:
+        """What was read as a call is none: it is text, unless it only lacks its end."""
+        if self._char or not self._enforced:
+            self._say(written)
 
     def _text_until(self, mark: str) -> Script[bool]:
         """Say all text before `mark`, and skip that; False when the output ends without.
@@ -176,7 +201,7 @@ class CallParser(OutputParser):
             if reader.complete:
                 return True
         if not begun:
-            self._say("".join(read))
+            self._give_up("".join(read))
         # Broken behind its arguments, a call is still one.
         return begun and reader.has_arguments
 

@@ -3,10 +3,10 @@
 Source: github.com/NousResearch/Hermes-Function-Calling, and the chat template of Qwen2.5-Instruct.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .calls import CallParser, Script
-from .grammar import call_rules, literal, mark, repeated
+from .grammar import call_rules, calls_in_text, literal, mark, repeated
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 
@@ -22,6 +22,17 @@ class HermesParser(CallParser):
         return (
             f"start: one{repeated(line, most)}\n"
             f"one: {mark(_OPENING, special)} {line} call {line} {mark(_CLOSING, special)}\n"
+            + call_rules(tools, "arguments")
+        )
+
+    @classmethod
+    def free_grammar(
+        cls, tools: Mapping[str, str], special: Mapping[str, int], *, most: int | None, marks: Sequence[str]
+    ) -> str:
+        line = literal("\n")
+        return (
+            calls_in_text(_OPENING, special, most=most, marks=marks)
+            + f"one: {line} call {line} {mark(_CLOSING, special)}\n"
             + call_rules(tools, "arguments")
         )
 

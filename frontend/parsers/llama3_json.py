@@ -4,22 +4,37 @@
 Source: Meta's prompt formats for Llama 3.1 (JSON based tool calling) and the chat template of Llama 3.1 Instruct.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .calls import CallParser, Script
-from .grammar import call_rules, literal, repeated
+from .grammar import call_rules, free_text, literal, mark, repeated
 
 _TAG = "<|python_tag|>"
+_SPACE = r"[\s\x1c-\x1f]"  # what Python calls white space
 
 
 class Llama3JsonParser(CallParser):
     """An object at the beginning is a call only with parameters and the name of one of the request's functions."""
 
     markup = (_TAG,)
+    marked = False
 
     @classmethod
     def grammar(cls, tools: Mapping[str, str], special: Mapping[str, int], *, most: int) -> str:
         return f"start: one{repeated(literal('; '), most)}\none: call\n" + call_rules(tools, "parameters")
+
+    @classmethod
+    def free_grammar(
+        cls, tools: Mapping[str, str], special: Mapping[str, int], *, most: int | None, marks: Sequence[str]
+    ) -> str:
+        """Nothing but its form tells a call from JSON, so what begins as an object is one."""
+        tagged = f" | TEXT? {mark(_TAG, special)} calls" if _TAG in special else ""
+        return (
+            f"start: calls | TEXT?{tagged}\n"
+            + f"calls: call{repeated(literal('; '), most, 'call')}\n"
+            + free_text(_TAG, begin=rf"{_SPACE}*[^\s\x1c-\x1f{{]")
+            + call_rules(tools, "parameters")
+        )
 
     def _format(self) -> Script[None]:
         self._say((yield from self._white_space()))
@@ -38,5 +53,5 @@ class Llama3JsonParser(CallParser):
             yield from self._advance()
             before += yield from self._white_space()
             if self._char != "{":
-                self._say(before)
+                self._give_up(before)
                 return

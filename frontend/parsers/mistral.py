@@ -6,10 +6,10 @@ Source: the tokenizer versions of mistral-common. Their templates want ids of ca
 
 import secrets
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .calls import CallParser, Script
-from .grammar import call_rules, literal, mark, repeated
+from .grammar import arguments_name, call_rules, calls_in_text, literal, mark, repeated
 
 _OPENING, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 _NAME = frozenset(string.ascii_letters + string.digits + "_-.")
@@ -27,6 +27,19 @@ class MistralParser(CallParser):
         return (
             f"start: {mark(_OPENING, special)} {literal('[')} one{repeated(literal(', '), most)} {literal(']')}\n"
             f"one: call\n" + call_rules(tools, "arguments")
+        )
+
+    @classmethod
+    def free_grammar(
+        cls, tools: Mapping[str, str], special: Mapping[str, int], *, most: int | None, marks: Sequence[str]
+    ) -> str:
+        named = (f"{literal(name)} {mark(_ARGUMENTS, special)}? {arguments_name(at)}" for at, name in enumerate(tools))
+        listed = f"{literal('[')} call{repeated(literal(', '), most, 'call')} {literal(']')}"
+        return (
+            calls_in_text(_OPENING, special, most=most, marks=marks)
+            + f"one: {literal(' ')}? {listed} | named\n"
+            + f"named: {' | '.join(named)}\n"
+            + call_rules(tools, "arguments")
         )
 
     def _format(self) -> Script[None]:
@@ -57,11 +70,11 @@ class MistralParser(CallParser):
         name = "".join(letters)
         before += name
         if not name:
-            self._say(before)
+            self._give_up(before)
             return
         for expected in _ARGUMENTS if self._char == "[" else "":
             if self._char != expected:
-                self._say(before)
+                self._give_up(before)
                 return
             before += self._char
             yield from self._advance()

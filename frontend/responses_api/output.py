@@ -10,7 +10,7 @@ from typing import Literal
 from msgspec import Struct
 
 from ..piece_renderer import Event
-from ..pieces import Piece, Reasoning, Text, ToolArguments, ToolCallBegin
+from ..pieces import Piece, Reasoning, Text, ToolArguments, ToolCallBegin, is_whole
 from .objects import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -77,10 +77,12 @@ class Output:
                 return self._grow("function_call", text)
 
     def close(self, status: Status) -> list[Event]:
-        """End the open item, if there is one."""
+        """End the open item, if there is one. A call that a stop cut is never complete."""
         opened, self._open = self._open, None
         if opened is None:
             return []
+        if opened.kind == "function_call" and not is_whole("".join(opened.texts)):
+            status = "incomplete"
         item = opened.item(status)
         at, number = len(self.items), self._number
         self.items.append(item)

@@ -100,6 +100,7 @@ class ResponsesRequest(ExtraFields, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    stop: str | list[str] | None = None  # vLLM's
     tools: Annotated[list[ResponsesTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None

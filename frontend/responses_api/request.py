@@ -25,7 +25,7 @@ def translate(body: ResponsesRequest, model: ModelInfo) -> tuple[ChatRequest, Na
     """The chat request, and whose names errors about it must be told under."""
     names = Names(_NAMES)
     _refuse_unsupported(body)
-    tools, tool_choice = _tools(body)
+    tools, tool_choice = _tools(body, names)
     fields = {
         **body.extra(),
         "model": body.model,
@@ -34,6 +34,7 @@ def translate(body: ResponsesRequest, model: ModelInfo) -> tuple[ChatRequest, Na
         "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": body.top_k,
+        "stop": body.stop,
         "tools": tools,
         "tool_choice": tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls if tools else None,
@@ -75,8 +76,8 @@ def _refuse_unsupported(body: ResponsesRequest) -> None:
         raise ApiError(400, f"{name}: log-probabilities are told by /v1/chat/completions only", param=name)
 
 
-def _tools(body: ResponsesRequest) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
-    """Chat's `tools` and `tool_choice`."""
+def _tools(body: ResponsesRequest, names: Names) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
+    """Chat's `tools` and `tool_choice`; `names` learns where in `tools` those are that are left."""
     tools = body.tools or []
     choice = body.tool_choice
     chat_tools = [_tool(index, tool) for index, tool in enumerate(tools)]
@@ -88,11 +89,18 @@ def _tools(body: ResponsesRequest) -> tuple[list[dict[str, Any]] | None, str | d
     if choice.type != "allowed_tools":
         problem = f"tool_choice: only functions can be chosen, not {choice.type[:64]!r}"
         raise ApiError(400, problem, param="tool_choice.type")
-    allowed = {tool.name for tool in choice.tools or ()}
+    if not choice.tools:
+        where = "tool_choice.tools"
+        problem = f'{where} must name at least one of tools (tool_choice "none" is for no call at all)'
+        raise ApiError(400, problem, param=where)
+    allowed = {tool.name for tool in choice.tools}
     if unknown := allowed - {tool.name for tool in tools}:
         name = min(str(name) for name in unknown)[:64]
         raise ApiError(400, f"tool_choice.tools: {name!r} is not one of tools", param="tool_choice.tools")
-    return [tool for tool in chat_tools if tool["function"]["name"] in allowed] or None, choice.mode or "auto"
+    offered = [index for index, tool in enumerate(tools) if tool.name in allowed]
+    for at, index in enumerate(offered):
+        names.add(f"tools[{at}]", f"tools[{index}]")
+    return [chat_tools[index] for index in offered], choice.mode or "auto"
 
 
 def _tool(index: int, tool: ResponsesTool) -> dict[str, Any]:

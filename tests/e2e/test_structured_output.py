@@ -195,6 +195,7 @@ def test_parameters_that_contradict_a_grammar_end_the_request_and_nothing_else(s
     [
         ({"guided_regex": "(a|b"}, "guided_regex", "unclosed group"),
         ({"guided_grammar": "start: foo"}, "guided_grammar", "unknown name"),
+        ({"guided_grammar": "start: <|im_end|>"}, "guided_grammar", "end-of-sequence"),
         ({"structured_outputs": {"json": {"type": "string", "maxlength": 3}}}, "structured_outputs.json", "maxlength"),
         ({"guided_json": {}, "response_format": {"type": "json_object"}}, "guided_json", "only one"),
     ],

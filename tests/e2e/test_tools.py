@@ -84,8 +84,38 @@ def test_a_schema_that_cannot_be_enforced_is_refused(client: openai.OpenAI) -> N
     function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}}
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, stream=False, tools=[{"type": "function", "function": function}], tool_choice="required")
-    assert caught.value.param == "tools"
-    assert "not" in caught.value.message
+    assert caught.value.param == "tools[0].function.parameters"
+    assert 'tools[0].function.parameters: Unimplemented keys: ["not"]' in caught.value.message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_required_call_that_the_limit_cuts_is_no_text(client: openai.OpenAI, stream: bool) -> None:
+    for limit in (3, 9, 30):
+        try:
+            (choice,) = ask(client, stream=stream, tool_choice="required", max_tokens=limit).choices
+        except openai.LengthFinishReasonError as error:  # what the client's helper makes of it
+            (choice,) = error.completion.choices
+        assert choice.finish_reason == "length"
+        assert not choice.message.content
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_strict_call_that_the_model_chooses_has_arguments_of_its_schema(client: openai.OpenAI, strict: bool) -> None:
+    """Left alone, this model repeats its earlier calls, whose arguments are not what the schema asks for."""
+    messages: list[Any] = []
+    for city in ("Rome", "Oslo", "Bonn"):
+        earlier = {"name": "get_weather", "arguments": json.dumps({"town": city})}
+        messages += [
+            {"role": "user", "content": f"What is the weather in {city}?"},
+            {"role": "assistant", "tool_calls": [{"id": city, "type": "function", "function": earlier}]},
+        ]
+    messages += QUESTION
+    function = {"name": "get_weather", "parameters": WEATHER, "strict": strict}
+    (choice,) = ask(client, stream=False, messages=messages, tools=[{"type": "function", "function": function}]).choices
+    assert choice.message.tool_calls
+    for call in choice.message.tool_calls:
+        valid = jsonschema.Draft202012Validator(WEATHER).is_valid(json.loads(call.function.arguments))
+        assert valid == strict
 
 
 def test_several_calls_may_be_required(client: openai.OpenAI) -> None:

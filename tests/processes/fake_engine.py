@@ -12,7 +12,7 @@ What it answers depends on the last line of the prompt:
 - `clog`: half a megabyte of text at once, then nothing until the client aborts
 - `slow`: one token every 50 ms
 - `loop`: two tokens, and an end because the output repeats itself
-- `say "..."`: the text of this JSON string, three characters a token, and an end
+- `say "..."`: the text of this JSON string, three characters a token, up to `max_tokens`, and an end
 - anything else: `max_tokens` tokens (at most 8: then it "stops"), one message for each
 """
 
@@ -235,6 +235,9 @@ class FakeEngine:
 
     async def _say(self, peer: bytes, request: Generate, text: str) -> None:
         pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
+        reason: FinishReason = "stop"
+        if request.params.max_tokens is not None and request.params.max_tokens < len(pieces):
+            pieces, reason = pieces[: request.params.max_tokens], "length"
         choices = range(request.params.n)
         for position, piece in enumerate(pieces):
             chosen = TokenLogprob(position, piece, piece.encode(), -0.5)
@@ -243,7 +246,7 @@ class FakeEngine:
             self._send(peer, *deltas)
             await asyncio.sleep(0)
         count = prompt_length(request), len(pieces), CACHED
-        self._send(peer, *[Finished(request.request_id, choice, "stop", None, *count) for choice in choices])
+        self._send(peer, *[Finished(request.request_id, choice, reason, None, *count) for choice in choices])
 
     def _delta(self, request: Generate, choice: int, position: int) -> Delta:
         text = word(choice, position)

@@ -166,7 +166,7 @@ def test_pages_of_the_origin_can_read_answers_and_errors(closed: Frontend, strea
     assert answer.status == (401 if key == "wrong" else 200)
     assert answer.headers["Access-Control-Allow-Origin"] == ORIGIN
     exposed = answer.headers["Access-Control-Expose-Headers"].lower().split(", ")
-    assert set(exposed) == {"x-request-id", "retry-after", "x-tokenmill-ignored"}
+    assert set(exposed) == {"x-request-id", "request-id", "retry-after", "x-tokenmill-ignored"}
 
 
 def test_headers_that_are_no_names_are_not_echoed(closed: Frontend) -> None:

@@ -201,3 +201,54 @@ def test_errors_about_functions_name_them_as_they_were_sent(responses: Any) -> N
             responses.create(model="tiny", input="x", tools=tools)
         assert caught.value.param == param
         assert param in caught.value.message
+
+
+@pytest.mark.parametrize("limit", [2, 8, 18])
+def test_a_demanded_call_that_the_limit_cuts_is_no_text(responses: Any, messages: Any, limit: int) -> None:
+    """Cut in the opening mark, inside the name, and inside the arguments, which stay as far as they came."""
+    whole = responses.create(
+        model="tiny", input=say(CALL), tools=[FUNCTION], tool_choice="required", max_output_tokens=limit
+    )
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert whole.output_text == ""
+    assert [(item.type, item.status) for item in whole.output] == (
+        [("function_call", "incomplete")] if limit > 9 else []
+    )
+
+    ask: Any = {
+        "model": "tiny",
+        "max_tokens": limit,
+        "messages": [{"role": "user", "content": say(CALL)}],
+        "tools": [TOOL],
+        "tool_choice": {"type": "any"},
+    }
+    with messages.stream(**ask) as stream:
+        assert "".join(stream.text_stream) == ""
+    message = messages.create(**ask)
+    assert message.stop_reason == "max_tokens"
+    assert [block.type for block in message.content] == (["tool_use"] if limit > 9 else [])
+
+
+def test_fields_beyond_openais_reach_the_engine(responses: Any, messages: Any, thinker: FakeEngine) -> None:
+    extra: Any = {
+        "guided_choice": ["a", "b"],
+        "bad_words": ["x"],
+        "logit_bias": {"7": 1},
+        "min_p": 0.5,
+        "n": 2,
+        "structured_outputs": None,
+    }
+    for name, create in (
+        ("extra-responses", lambda **more: responses.with_raw_response.create(model="tiny", input="x", **more)),
+        (
+            "extra-messages",
+            lambda **more: messages.with_raw_response.create(
+                model="tiny", max_tokens=9, messages=[{"role": "user", "content": "x"}], **more
+            ),
+        ),
+    ):
+        answer = create(extra_body=extra, extra_headers={"x-request-id": name})
+        assert answer.headers["x-tokenmill-ignored"] == "n"
+        params = thinker.wait_for_request(name).params
+        assert params.grammar is not None
+        assert (params.grammar.source, params.bad_words, params.logit_bias) == ('["a","b"]', ("x",), {7: 1.0})

@@ -15,10 +15,13 @@ from ipc.messages import ModelInfo
 
 MODEL = ModelInfo(names=("m",), max_model_len=100, vocab_size=50, created=0, has_chat_template=True)
 THINKING = msgspec.structs.replace(MODEL, reasoning_format="think", template_kwargs=("enable_thinking", "date_string"))
+HELLO = {"model": "m", "input": "hi"}
+TOOLS = [{"type": "function", "name": "f"}]
+ALLOWED = {"type": "allowed_tools", "mode": "required"}
 
 
 def chat(**fields: Any) -> ChatRequest:
-    body = {"model": "m", "input": "hi", **fields}
+    body = {**HELLO, **fields}
     return translate(decode_body(json.dumps(body).encode(), responses_decoder)[0], MODEL)[0]
 
 
@@ -121,6 +124,8 @@ def test_tools_and_formats_take_chats_form() -> None:
     some = chat(tools=tools, tool_choice=allowed)
     assert [tool["function"]["name"] for tool in msgspec.to_builtins(some.tools)] == ["g"]
     assert some.tool_choice == "required"
+    body = decode_body(json.dumps({**HELLO, "tools": tools, "tool_choice": allowed}).encode(), responses_decoder)[0]
+    assert translate(body, MODEL)[1].of("tools[0].function.parameters") == "tools[1].parameters"
     form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
     assert msgspec.to_builtins(chat(text={"format": form}).response_format)["type"] == "json_schema"
 
@@ -131,6 +136,9 @@ def test_tools_and_formats_take_chats_form() -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not stored"),
         ({"conversation": "conv_1"}, "conversation", "not stored"),
         ({"background": True}, "background", "not stored"),
+        ({"tools": TOOLS, "tool_choice": {**ALLOWED, "tools": []}}, "tool_choice.tools", "at least one"),
+        ({"tools": TOOLS, "tool_choice": ALLOWED}, "tool_choice.tools", "at least one"),
+        ({"tool_choice": {**ALLOWED, "tools": [], "mode": "auto"}}, "tool_choice.tools", "at least one"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "not stored"),
         ({"top_logprobs": 3}, "top_logprobs", "/v1/chat/completions"),
         ({"include": ["message.output_text.logprobs"]}, "include", "/v1/chat/completions"),
@@ -161,7 +169,7 @@ def test_what_is_refused_is_named(fields: dict[str, Any], param: str, words: str
 
 def test_ignored_fields_are_named() -> None:
     def names(**fields: Any) -> list[str]:
-        body = {"model": "m", "input": "hi", **fields}
+        body = {**HELLO, **fields}
         return ignored(decode_body(json.dumps(body).encode(), responses_decoder)[0], MODEL)
 
     assert names(store=False, truncation="disabled", text={"format": {"type": "text"}}, include=[]) == []

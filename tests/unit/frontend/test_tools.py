@@ -14,7 +14,7 @@ from frontend.parsers import OutputFormat
 from frontend.protocol import chat_decoder
 from frontend.requests import Job, chat_job
 from ipc.messages import ChatMessage, ChatPrompt, ModelInfo, ToolCall
-from ipc.validation import MAX_TOOL_BYTES, MAX_TOOLS
+from ipc.validation import MAX_GRAMMAR_BYTES, MAX_TOOL_BYTES, MAX_TOOLS
 
 MODEL = ModelInfo(
     names=("m",),
@@ -59,6 +59,8 @@ def test_tools_reach_the_template_as_transformers_describes_them() -> None:
         {"type": "function", "function": {"name": "f", "description": "F.", "parameters": parameters}},
         {"type": "function", "function": {"name": "g", "parameters": {"type": "object", "properties": {}}}},
     ]
+    assert job.output_format == OutputFormat("hermes", ("f", "g"), "think", enforced="calls")
+    job = chat(tools=[tool("f"), tool("g")])
     assert job.output_format == OutputFormat("hermes", ("f", "g"), "think")
     assert job.params.grammar is None
 
@@ -112,6 +114,63 @@ def test_required_and_named_calls_are_enforced() -> None:
     job = chat(tools=tools, tool_choice="required", parallel_tool_calls=False)
     assert "{0," not in job.params.grammar.source  # type: ignore[union-attr]
     assert job.output_format.most_calls == 1
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def test_strict_functions_are_enforced_where_the_model_decides() -> None:
+    tools = [tool("f", parameters=CITY), tool("g", parameters=CITY, strict=True)]
+    for fields in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": False}):
+        job = chat(tools=tools, **fields)
+        grammar = job.params.grammar
+        assert grammar is not None
+        assert list(grammar.origins.values()) == [f"tools[{at}].function.parameters" for at in range(2)]
+        lines = grammar.source.split("\n")
+        loose, bound = (lines[number - 1] for number in grammar.origins)
+        assert '"city"' not in loose
+        assert '"city"' in bound
+        assert "<[42]>" in grammar.source  # <think> may stand in the text
+        assert (job.output_format.reasoning, job.output_format.enforced) == ("think", "calls")
+
+
+def test_strict_means_nothing_where_nothing_is_called() -> None:
+    strict = [tool("g", parameters=CITY, strict=True)]
+    assert chat(tools=strict, tool_choice="none").params.grammar is None
+    assert chat(tools=[tool("g", parameters=CITY, strict=False)]).params.grammar is None
+    # The format is that of all of the output, which then has no calls.
+    job = chat(tools=strict, response_format=SCHEMA)
+    assert job.params.grammar is not None
+    assert job.params.grammar.kind == "json_schema"
+    assert (job.output_format.enforced, job.renamed["grammar"]) == ("", "response_format.json_schema.schema")
+    # A model that reasons and marks no calls: where its answer begins is not known beforehand.
+    llama = msgspec.structs.replace(MODEL, tool_format="llama3_json")
+    assert chat(llama, tools=strict).params.grammar is None
+    assert chat(msgspec.structs.replace(llama, reasoning_format=""), tools=strict).params.grammar is not None
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {}])
+def test_parameters_that_are_too_large_to_enforce_are_told(fields: dict[str, Any]) -> None:
+    large = {"type": "object", "properties": {"a": {"enum": ["x" * (MAX_TOOL_BYTES - 1000)]}}}
+    tools = [tool(f"f{at}", parameters=large, strict=True) for at in range(3)]
+    error = refused(tools=tools, **fields)
+    assert (error.status, error.body.param) == (400, "tools")
+    assert str(MAX_GRAMMAR_BYTES) in error.body.message
+    chat(tools=[tool(f"f{at}", parameters=large) for at in range(3)])
+
+
+def test_a_demanded_call_excludes_another_format() -> None:
+    error = refused(tools=[tool()], tool_choice="required", response_format=SCHEMA)
+    assert (error.status, error.body.param) == (400, "tool_choice")
+
+
+def test_the_schema_of_a_named_function_is_told_by_its_index() -> None:
+    choice = {"type": "function", "function": {"name": "g"}}
+    grammar = chat(tools=[tool("f"), tool("g", parameters=CITY)], tool_choice=choice).params.grammar
+    assert grammar is not None
+    ((line, name),) = grammar.origins.items()
+    assert name == "tools[1].function.parameters"
+    assert '"city"' in grammar.source.split("\n")[line - 1]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Errors about a chat request in the words of the request that it came from; and bodies of any kind."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,11 @@ from frontend.body import decode_body
 from frontend.errors import ApiError
 from frontend.messages_api.protocol import MessagesRequest, messages_decoder
 from frontend.messages_api.request import translate as translate_messages
+from frontend.protocol import chat_decoder
 from frontend.requests import Job, chat_job
 from frontend.responses_api.protocol import ResponsesRequest, responses_decoder
 from frontend.responses_api.request import translate as translate_responses
-from frontend.translation import Names
+from frontend.translation import ExtraFields, Names
 from ipc.messages import ModelInfo
 
 MODEL = ModelInfo(names=("m",), max_model_len=100, vocab_size=50, created=0, has_chat_template=True)
@@ -118,3 +121,96 @@ def check(body: dict[str, Any], decoder: Any, translate: Any) -> None:
     except ApiError as error:
         job = error
     assert job.prompts if isinstance(job, Job) else job.status in (400, 404)
+
+
+EXTRAS: dict[str, Any] = {
+    "min_p": 0.125,
+    "seed": -3,
+    "repetition_penalty": 1.5,
+    "presence_penalty": -1.0,
+    "frequency_penalty": 1.0,
+    "stop_token_ids": [4],
+    "ignore_eos": True,
+    "min_tokens": 2,
+    "logit_bias": {"3": 2},
+    "bad_words": ["no"],
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "stop_on_loop": 4,
+    "top_k": 5,
+    "priority": -7,
+    "ttft_target_ms": 250.5,
+    "cache_pin_seconds": 60,
+    "cache_salt": "s",
+}
+CHOICES = [
+    {"allowed_token_ids": [1, 2]},
+    {"guided_json": {"type": "integer"}},
+    {"guided_regex": "a+"},
+    {"guided_choice": ["a", "b"]},
+    {"guided_grammar": "start: x"},
+    {"structured_outputs": {"regex": "a", "whitespace_pattern": None}},
+]
+
+
+def _other_apis(**fields: Any) -> list[tuple[Job, list[str]]]:
+    """The job that each of the other APIs makes of these fields, and what it ignores."""
+    found = []
+    body = json.dumps({"model": "m", "input": "hi", "max_output_tokens": 9, **fields}).encode()
+    responses, ignored = decode_body(body, responses_decoder)
+    found.append((chat_job(translate_responses(responses, MODEL)[0], MODEL), ignored))
+    body = json.dumps({"model": "m", "messages": [HELLO], "max_tokens": 9, **fields}).encode()
+    messages, ignored = decode_body(body, messages_decoder)
+    found.append((chat_job(translate_messages(messages, MODEL)[0], MODEL), ignored))
+    return found
+
+
+HELLO = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: next(iter(choice)))
+def test_fields_beyond_openais_mean_the_same_in_all_apis(choice: dict[str, Any]) -> None:
+    body = {"model": "m", "messages": [HELLO], "max_tokens": 9, **EXTRAS, **choice}
+    chat, ignored = decode_body(json.dumps(body).encode(), chat_decoder)
+    expected = chat_job(chat, MODEL)
+    for name in (*EXTRAS, *choice):
+        without = chat_job(decode_body(json.dumps({**body, name: None}).encode(), chat_decoder)[0], MODEL)
+        assert without != expected, name
+    for job, names in _other_apis(**EXTRAS, **choice):
+        assert (job.params, job.options, job.cache_salt) == (expected.params, expected.options, expected.cache_salt)
+        assert names == ignored
+
+
+def test_what_the_other_apis_cannot_answer_is_named_as_ignored() -> None:
+    fields = {"n": 2, "logprobs": True, "prompt_logprobs": 1, "return_token_ids": True, "best_of": 2, "echo": True}
+    for job, names in _other_apis(**fields):
+        assert job.params.n == 1
+        assert set(names) == set(fields)
+
+
+def test_two_formats_are_told_in_the_words_of_the_client() -> None:
+    schema = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+    for decoder, translate, body, told in (
+        (responses_decoder, translate_responses, {"input": "hi", "text": {"format": schema}}, "text.format.schema"),
+        (
+            messages_decoder,
+            translate_messages,
+            {"messages": [HELLO], "max_tokens": 9, "output_config": {"format": schema}},
+            "output_config.format.schema",
+        ),
+    ):
+        whole = json.dumps({"model": "m", "guided_regex": "a", **body}).encode()
+        chat, names = translate(decode_body(whole, decoder)[0], MODEL)  # type: ignore[operator]
+        with pytest.raises(ApiError) as caught:
+            chat_job(chat, MODEL)
+        error = names.translate(caught.value)
+        assert error.body.param == "guided_regex"
+        assert told in error.body.message
+        assert "response_format" not in error.body.message
+
+
+def test_the_documentation_lists_them_all() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "api.md").read_text().partition("Both take these fields of chats")[2]
+    listed = set(re.findall(r"`(\w+)`", text.partition("Of the others")[0]))
+    taken = set(ExtraFields.__struct_fields__) - {"guided_whitespace_pattern"}  # which is only there to be refused
+    assert listed == taken | {"top_k", "stop"}  # which each of them has as its own

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipc.messages import ChatMessage, ChatPrompt, ModelInfo, SamplingParams, ToolCall
-from ipc.validation import InvalidRequest, validate
+from ipc.messages import ChatMessage, ChatPrompt, Grammar, ModelInfo, SamplingParams, Tokenize, ToolCall
+from ipc.validation import MAX_TOOLS, InvalidRequest, validate, validate_tokenize
 
 MODEL = ModelInfo(
     names=("m",),
@@ -114,3 +114,33 @@ def test_no_bytes_raise_anything_else(data: bytes) -> None:
     for fields in ({"tools": data}, {"template_kwargs": data}):
         param = refused(**fields)
         assert param is None or param.split("[")[0].split(".")[0] in ("tools", "chat_template_kwargs")
+
+
+def test_a_message_with_calls_cannot_be_continued() -> None:
+    called = ChatMessage("assistant", "One moment.", tool_calls=(ToolCall("c", "f", "{}"),))
+    fields = {"add_generation_prompt": False, "continue_final_message": True}
+    assert refused(USER, called, **fields) == "continue_final_message"
+    assert refused(USER, called, USER, ChatMessage("assistant", "It"), **fields) is None
+    with pytest.raises(InvalidRequest, match="tool_calls"):
+        validate_tokenize(Tokenize(1, ChatPrompt((USER, called), False, True)), MODEL)
+
+
+@pytest.mark.parametrize(
+    ("origins", "param"),
+    [
+        ({2: "tools[0].function.parameters"}, None),
+        (dict.fromkeys(range(MAX_TOOLS), "x"), None),
+        (dict.fromkeys(range(MAX_TOOLS + 1), "x"), "grammar"),
+        ({1: "x" * 129}, "grammar"),
+        ({1: "\ud83d"}, "grammar"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_origins_of_a_grammar(origins: dict[int, str], param: str | None) -> None:
+    params = SamplingParams(grammar=Grammar("lark", "start: x", origins))
+    if param is None:
+        validate(ChatPrompt((USER,)), params, MODEL)
+        return
+    with pytest.raises(InvalidRequest) as caught:
+        validate(ChatPrompt((USER,)), params, MODEL)
+    assert caught.value.param == param

@@ -131,12 +131,54 @@ def test_names_of_properties_and_values_are_no_keywords(child: Compiler) -> None
         ("regex", "(a|b", "invalid regex"),
         ("lark", "start: foo", 'at 1(8): unknown name: "foo"'),
         ("lark", "root ::= (", ""),
+        ("lark", 'foo: "a"', "start"),
+        ("lark", "start: <nope>", "unknown special token"),
+        ("lark", f"start: <[{'9' * 5000}]>", ""),
+        ("lark", r"start: /[^\d\D]/", "no output can match it"),
+        ("regex", r"[^\d\D]", "no output can match it"),
+        ("json_schema", '{"type": "string", "pattern": "^a", "format": "date"}', "Unsatisfiable"),
+        ("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf"),
+        ("json_schema", '{"multipleOf": "x"}', "Expected a number"),
     ],
 )
 def test_a_broken_grammar_is_refused_in_llguidance_words(child: Compiler, kind: str, source: str, message: str) -> None:
     found = refusal(child, kind, source)
     assert message in found
-    assert "no_forcing" not in found
+    for internal in ("no_forcing", "NoExtension", "verbose", "EOS", "coerce", "f64", "SearchRegex"):
+        assert internal not in found
+    assert "::=" in source or "::=" not in found
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["<|end|>", '"a" <|end|>', "<[265]>", "<[2,260-265]>", "<[^264]>", "<[*]>", '"<|start|>" /<a>/ <|end|> // x'],
+)
+def test_a_grammar_must_not_name_the_end_of_sequence(child: Compiler, source: str) -> None:
+    """The output would end with it wherever it stands, and be empty where it stands first."""
+    assert "end-of-sequence" in refusal(child, "lark", f"start: {source}\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "text"),
+    [
+        ("lark", 'start: "<|end|>" // <|end|>', "<|end|>"),
+        ("lark", r"start: /<\|end\|>|<\[265\]>/", "<|end|>"),
+        ("lark", 'start: %json {"const": "<|end|>"}', '"<|end|>"'),
+        ("lark", 'start: "a" <[^265]> "b"', ""),
+        ("regex", r"<\|end\|>", "<|end|>"),
+        ("choice", '["<|end|>"]', "<|end|>"),
+        ("json_schema", '{"const": "<|end|>"}', '"<|end|>"'),
+    ],
+)
+def test_text_that_reads_like_the_end_of_sequence_is_text(child: Compiler, kind: Any, source: str, text: str) -> None:
+    answer = child.answer(Compile(kind, source))
+    assert isinstance(answer, Done), answer
+    if text:
+        matcher = LLMatcher(LLTokenizer(TABLE, eos_token=[EOS]), answer.text, log_level=0)  # type: ignore[arg-type]
+        assert not matcher.validate_tokens([EOS])
+        letters = [token_id for char in text for token_id in VOCABULARY.encode(char, add_special_tokens=False)]
+        assert matcher.consume_tokens(letters)
+        assert matcher.is_accepting()
 
 
 def test_text_that_a_grammar_forces_is_left_to_the_model(child: Compiler) -> None:
@@ -196,6 +238,15 @@ def test_what_compiled_is_kept_and_what_failed_is_not(tmp_path: Path) -> None:
     assert "start:" in found[0]
     assert found[1].startswith("grammar: grammar: invalid regex")
     assert read_token_table(path) == TABLE
+
+
+def test_a_line_that_was_made_from_a_field_is_told_by_its_name(tmp_path: Path) -> None:
+    source = 'start: a b\na: %json {"type": "string"}\nb: %json {"not": {}}\n'
+    name, other = "tools[1].function.parameters", "tools[0].function.parameters"
+    grammars = Grammar("lark", source, {3: name}), Grammar("lark", source, {2: other})
+    (told, untold), _ = run(tmp_path / "tokens", 20.0, *grammars)
+    assert told == f'{name}: {name}: Unimplemented keys: ["not"]'
+    assert untold.startswith("grammar: grammar: at 3(")
 
 
 def test_a_grammar_that_takes_too_long_is_refused(tmp_path: Path) -> None:
