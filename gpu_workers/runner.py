@@ -22,7 +22,7 @@ from gpu_workers.prompt_scores import PromptScorer
 from gpu_workers.rows import Ints, PlanError, Rows
 from gpu_workers.sampler_state import SamplerState
 from gpu_workers.sampling import argmax, sample
-from ipc.messages import RawLogprobs, RowFailure, StepPlan, StepResult
+from ipc.engine_messages import RawLogprobs, RowFailure, StepPlan, StepResult
 
 
 class Model(Protocol):

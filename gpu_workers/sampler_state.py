@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from gpu_workers.rows import Ints, PlanError, check_range, int32_columns
 from gpu_workers.sampling import GREEDY_BELOW, Bias, LogitEdit, Penalties, SamplingBatch
 from ipc.codec import pack_floats, pack_ints
-from ipc.messages import NewRow, SamplingSpec
+from ipc.engine_messages import NewRow, SamplingSpec
 
 # What a request asks for that is greedy, and asks for nothing else.
 GREEDY = SamplingSpec(

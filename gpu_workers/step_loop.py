@@ -8,8 +8,9 @@ import msgspec
 
 from gpu_workers.rows import PlanError
 from gpu_workers.runner import Runner
-from ipc.channels import BlockingDealer, LinkError
-from ipc.messages import StepFailed, StepPlan, StepResult, ToWorker
+from ipc.channels import BlockingDealer
+from ipc.engine_messages import StepFailed, StepPlan, StepResult, ToWorker
+from ipc.sessions import LinkError
 
 log = logging.getLogger(__name__)
 

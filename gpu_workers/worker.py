@@ -19,7 +19,7 @@ from gpu_workers.weights.loader import load_model
 from ipc.channels import BlockingDealer
 from ipc.codec import Decoder, pack_ints
 from ipc.control import Control, StartError
-from ipc.messages import NewRow, StepPlan, ToWorker, WorkerReady
+from ipc.engine_messages import NewRow, StepPlan, ToWorker, WorkerReady
 
 _WARM_UP_TOKENS = 16
 

@@ -27,7 +27,8 @@ from msgspec import Struct
 
 from config.schema import SchedulerConfig
 from ipc.codec import unpack_int64s, unpack_ints
-from ipc.messages import Failed, PromptScores, RowFailure, RowOutput, SamplingSpec, StepOutputs, StepPlan, StepResult
+from ipc.engine_messages import PromptScores, RowFailure, RowOutput, SamplingSpec, StepOutputs, StepPlan, StepResult
+from ipc.messages import Failed
 from scheduler_proc.events import (
     Aborted,
     Arrived,

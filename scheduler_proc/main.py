@@ -14,10 +14,10 @@ from collections import deque
 import uvloop
 
 from config.schema import ChildSpec
-from ipc.channels import AsyncRouter, LinkError, StatsPublisher
+from ipc.channels import AsyncRouter
 from ipc.codec import Decoder
 from ipc.control import Control, Drain, Order, StartError, Unresponsive, end_on_error
-from ipc.messages import (
+from ipc.engine_messages import (
     AbortRequests,
     FromWorker,
     SchedulerReady,
@@ -28,6 +28,8 @@ from ipc.messages import (
     ToScheduler,
     WorkerReady,
 )
+from ipc.sessions import LinkError
+from ipc.stats_channel import StatsPublisher
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.event_log import Header, Recorder, create
 from scheduler_proc.events import (

@@ -3,7 +3,7 @@
 from array import array
 from enum import Enum, auto
 
-from ipc.messages import SamplingSpec, Submit
+from ipc.engine_messages import SamplingSpec, Submit
 from scheduler_proc.loops import LoopDetector
 from scheduler_proc.radix_tree import Node
 

@@ -23,15 +23,8 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from ipc.codec import pack_ints, unpack_floats, unpack_ints
-from ipc.messages import (
-    Delta,
-    Finished,
-    FinishReason,
-    PositionLogprobs,
-    RawLogprobs,
-    RowOutput,
-    SamplingParams,
-)
+from ipc.engine_messages import RawLogprobs, RowOutput
+from ipc.messages import Delta, Finished, FinishReason, PositionLogprobs, SamplingParams
 
 from .prompt_report import name_token
 from .stops import StopMatcher

@@ -18,7 +18,8 @@ from config.schema import ChildSpec
 from ipc.channels import AsyncDealer, AsyncRouter
 from ipc.codec import Decoder
 from ipc.control import Control, Drain, Idle, Order, end_on_error
-from ipc.messages import FromScheduler, ModelInfo, SchedulerReady, TokenizerHello, ToTokenizer
+from ipc.engine_messages import FromScheduler, SchedulerReady, TokenizerHello
+from ipc.messages import ModelInfo, ToTokenizer
 
 from .encoding import PromptEncoder
 from .grammars import GrammarCompiler

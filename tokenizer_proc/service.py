@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from ipc.channels import LinkError
 from ipc.codec import unpack_int64s, unpack_ints
+from ipc.engine_messages import AbortRequests, PromptScores, RowOutput, StepOutputs, StopAt, ToScheduler
 from ipc.messages import (
     Abort,
-    AbortRequests,
     ChatPrompt,
     Delta,
     Detokenize,
@@ -27,16 +26,12 @@ from ipc.messages import (
     ModelInfo,
     Outputs,
     PromptInfo,
-    PromptScores,
-    RowOutput,
-    StepOutputs,
-    StopAt,
     ToClient,
     Tokenize,
-    ToScheduler,
     ToTokenizer,
     Welcome,
 )
+from ipc.sessions import LinkError
 from ipc.validation import InvalidRequest, validate_generate
 
 from .choice import Choice, Progress

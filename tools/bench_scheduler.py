@@ -14,7 +14,7 @@ from time import thread_time_ns as clock
 
 from config.schema import SchedulerConfig
 from ipc.codec import Decoder, encode, pack_ints, unpack_ints
-from ipc.messages import FromWorker, SamplingSpec, StepPlan, StepResult, Submit
+from ipc.engine_messages import FromWorker, SamplingSpec, StepPlan, StepResult, Submit
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.events import Arrived, Command, EngineReady, SendOutputs, SendPlan, StepDone
 from scheduler_proc.eviction import make_eviction

@@ -18,16 +18,13 @@ from config.schema import (
     SupervisorConfig,
     WorkerConfig,
 )
-from ipc.channels import AsyncDealer, LinkError, StatsSubscriber, new_incarnation
+from ipc.channels import AsyncDealer
 from ipc.codec import Decoder, pack_ints, unpack_int64s, unpack_ints
 from ipc.control import Drain, Fail, Order, Status, Unresponsive
-from ipc.messages import (
-    EngineDetails,
-    Failed,
+from ipc.engine_messages import (
     FromScheduler,
     SamplingSpec,
     SchedulerReady,
-    Stats,
     StepOutputs,
     StepPlan,
     Submit,
@@ -35,6 +32,10 @@ from ipc.messages import (
     ToWorker,
     WorkerReady,
 )
+from ipc.messages import Failed
+from ipc.sessions import LinkError, new_incarnation
+from ipc.stats_channel import StatsSubscriber
+from ipc.stats_messages import EngineDetails, Stats
 from scheduler_proc.main import Scheduler
 from tests.unit.ipc.test_channels import until
 from tests.unit.scheduler_proc.fake_worker import VOCABULARY, FakeWorker, continuation

@@ -16,29 +16,32 @@ import msgspec
 import pytest
 
 from config.schema import ChildSpec, Config, Endpoints, ModelArch, ModelConfig, TokenizerConfig
-from ipc.channels import AsyncRouter, new_incarnation
+from ipc.channels import AsyncRouter
 from ipc.client import AsyncClient, RequestFailed, Stream
 from ipc.codec import Decoder, pack_int64s, pack_ints, unpack_ints
 from ipc.control import Drain, Fail, Idle, Order, Ready, Status
-from ipc.messages import (
+from ipc.engine_messages import (
     AbortRequests,
+    RowOutput,
+    SchedulerReady,
+    StepOutputs,
+    StopAt,
+    Submit,
+    TokenizerHello,
+    ToScheduler,
+)
+from ipc.messages import (
     ChatMessage,
     ChatPrompt,
     Delta,
     Failed,
     Finished,
     Generate,
-    RowOutput,
     SamplingParams,
-    SchedulerReady,
-    StepOutputs,
-    StopAt,
-    Submit,
     TextPrompt,
-    TokenizerHello,
     TokenPrompt,
-    ToScheduler,
 )
+from ipc.sessions import new_incarnation
 from tests.unit.tokenizer_proc.vocabularies import CHATML, byte_level_vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from gpu_workers.models.llama import LlamaModel
 from gpu_workers.runner import Runner
 from gpu_workers.sampler_state import GREEDY
 from ipc.codec import pack_ints
-from ipc.messages import NewRow, StepPlan
+from ipc.engine_messages import NewRow, StepPlan
 from tools.score.model import load
 
 

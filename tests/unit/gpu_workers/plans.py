@@ -9,7 +9,7 @@ from gpu_workers.batch import ForwardBatch
 from gpu_workers.prepare import prepare
 from gpu_workers.sampling import argmax, choose_tokens
 from ipc.codec import pack_floats, pack_ints
-from ipc.messages import NewRow, SamplingSpec, StepPlan
+from ipc.engine_messages import NewRow, SamplingSpec, StepPlan
 
 
 def spec(**changes) -> SamplingSpec:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from gpu_workers.comm import LocalComm
 from gpu_workers.runner import Runner
 from ipc.codec import pack_ints, unpack_floats
-from ipc.messages import NewRow, StepResult
+from ipc.engine_messages import NewRow, StepResult
 from tests.unit.gpu_workers.plans import plan, spec
 from tests.unit.gpu_workers.test_llama import VARIANTS, tokens_of
 from tests.unit.gpu_workers.tiny import BLOCK_SIZE, load_tiny, save_tiny

@@ -9,9 +9,10 @@ import pytest
 from gpu_workers.comm import LocalComm
 from gpu_workers.runner import Runner
 from gpu_workers.step_loop import run_plans
-from ipc.channels import AsyncRouter, BlockingDealer, new_incarnation
+from ipc.channels import AsyncRouter, BlockingDealer
 from ipc.codec import Decoder, unpack_ints
-from ipc.messages import FromWorker, StepFailed, StepResult, ToWorker, WorkerReady
+from ipc.engine_messages import FromWorker, StepFailed, StepResult, ToWorker, WorkerReady
+from ipc.sessions import new_incarnation
 from tests.unit.gpu_workers.plans import HashModel, new_row, plan
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ipc.channels import AsyncRouter, new_incarnation
+from ipc.channels import AsyncRouter
 from ipc.client import AsyncClient, Client, RequestFailed
 from ipc.codec import Decoder
 from ipc.messages import (
@@ -25,6 +25,7 @@ from ipc.messages import (
     ToTokenizer,
     Welcome,
 )
+from ipc.sessions import new_incarnation
 from tests.unit.ipc.test_channels import until
 
 MODEL = ModelInfo(("m",), 100, 1000, 0, True)

@@ -8,7 +8,8 @@ import msgspec
 
 from config.schema import SchedulerConfig
 from ipc.codec import pack_ints, unpack_floats, unpack_ints
-from ipc.messages import Failed, RowOutput, SamplingSpec, StepPlan, Submit
+from ipc.engine_messages import RowOutput, SamplingSpec, StepPlan, Submit
+from ipc.messages import Failed
 from scheduler_proc.batching import Batching
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.cost_model import CostModel

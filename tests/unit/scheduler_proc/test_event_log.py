@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from config.schema import SchedulerConfig
 from ipc.codec import pack_ints, unpack_ints
-from ipc.messages import NewRow, PromptScores, RowFailure, RowOutput, SamplingSpec, StepPlan, StepResult, Submit
+from ipc.engine_messages import NewRow, PromptScores, RowFailure, RowOutput, SamplingSpec, StepPlan, StepResult, Submit
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.event_log import MAGIC, EventLog, EventLogError, Header, Recorder, create, digest_of
 from scheduler_proc.events import (

@@ -5,7 +5,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ipc.codec import pack_floats, pack_ints, unpack_ints
-from ipc.messages import Delta, Finished, FinishReason, RawLogprobs, RowOutput, SamplingParams
+from ipc.engine_messages import RawLogprobs, RowOutput
+from ipc.messages import Delta, Finished, FinishReason, SamplingParams
 from tests.unit.tokenizer_proc.vocabularies import byte_level_vocabulary
 from tokenizer_proc.choice import LOOP_STOP_REASON, Choice, Progress
 

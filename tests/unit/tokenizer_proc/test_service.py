@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from ipc.channels import LinkError
 from ipc.codec import pack_int64s, pack_ints, unpack_floats, unpack_ints
+from ipc.engine_messages import AbortRequests, RowOutput, StepOutputs, StopAt, Submit, ToScheduler
 from ipc.messages import (
     Abort,
-    AbortRequests,
     ChatMessage,
     ChatPrompt,
     Delta,
@@ -21,17 +20,13 @@ from ipc.messages import (
     Hello,
     ModelInfo,
     Outputs,
-    RowOutput,
     SamplingParams,
-    StepOutputs,
-    StopAt,
-    Submit,
     TextPrompt,
     ToClient,
     TokenPrompt,
-    ToScheduler,
     Welcome,
 )
+from ipc.sessions import LinkError
 from tests.unit.tokenizer_proc.vocabularies import byte_level_vocabulary
 from tokenizer_proc.encoding import Prompt, PromptEncoder
 from tokenizer_proc.grammars import GrammarCompiler

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipc.codec import pack_int64s, pack_ints
-from ipc.messages import Failed, NewRow, RowOutput, SamplingSpec, StepOutputs, StepPlan
+from ipc.engine_messages import NewRow, RowOutput, SamplingSpec, StepOutputs, StepPlan
+from ipc.messages import Failed
 from scheduler_proc.events import SendOutputs, SendPlan
 from tools.simulate.observer import Arriving, Observer, Sample, Status, means
 from tools.simulate.summary import PERCENTILES, Slo, Spread, latencies_of, percentile
