@@ -8,6 +8,7 @@ from msgspec import structs
 
 from config.gguf_file import GGUFFile
 from config.json_fields import Fields, optional_json, read_json
+from config.pooling import pooling_of_directory, pooling_of_gguf
 from config.quantization import read_quantization
 from config.safetensors_files import safetensors_headers
 from config.schema import ModelArch, RopeConfig
@@ -76,6 +77,7 @@ def _from_directory(path: Path) -> ModelArch:
             num_parameters=num_parameters,
             formats=formats,
             name=path.resolve().name,
+            pooling=pooling_of_directory(path),
         ),
         fields.source,
     )
@@ -230,6 +232,7 @@ def _from_gguf(file: GGUFFile) -> ModelArch:
             num_parameters=sum(info.num_elements for info in tensors.values()),
             formats=gguf_formats(tensors),
             name=file.path.stem,
+            pooling=pooling_of_gguf(metadata, architecture),
         ),
         str(file.path),
     )

@@ -18,6 +18,7 @@ Shortage = Literal["wait", "recompute", "swap"]
 EvictionName = Literal["lru", "lfu", "fifo"]
 ToolParserName = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 ReasoningParserName = Literal["auto", "none", "think"]
+PoolingName = Literal["last", "mean", "cls"]
 WeightFormat = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 
 PortNumber = Annotated[int, Meta(ge=0, le=65535)]
@@ -59,6 +60,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Meta(
             description="requests that do not say are sampled as the model's generation_config.json (or GGUF file) "
             "recommends, else as OpenAI does (auto); or always as OpenAI does (none)"
+        ),
+    ] = "auto"
+    pooling: Annotated[
+        PoolingName | Literal["auto"],
+        Meta(
+            description="embeddings are the last token's hidden state, the mean of all tokens', or the first token's "
+            "(cls); auto: as the model declares, else last"
         ),
     ] = "auto"
 
@@ -356,6 +364,7 @@ class ModelArch(Struct, frozen=True, kw_only=True):
     num_parameters: int = 0
     formats: WeightFormats = WeightFormats()
     name: str = ""
+    pooling: str = ""  # how the checkpoint says that embeddings are made; empty: it does not
 
 
 class GenerationDefaults(Struct, frozen=True, kw_only=True):

@@ -96,7 +96,9 @@ class SamplingParams(Message, frozen=True):
     shown_special_tokens: tuple[str, ...] = ()  # those that have text although `skip_special_tokens` is set
 
 
-Pooling = Literal["", "last"]  # not empty: no output but an embedding, the hidden state of the prompt's last token
+# Not empty: no output but an embedding, made of hidden states of the prompt: the last token's, the mean of all tokens',
+# or the first token's.
+Pooling = Literal["", "last", "mean", "cls"]
 
 
 class Generate(Message, frozen=True):
@@ -166,6 +168,7 @@ class ModelInfo(Message, frozen=True):
     template_kwargs: tuple[str, ...] = ()  # names that `ChatPrompt.template_kwargs` may have
     tool_format: str = ""  # how the model writes tool calls: the name of a parser; empty: not known
     reasoning_format: str = ""  # likewise, of what it thinks before it answers; empty: it does not, or unmarked
+    pooling: Pooling = "last"  # how its embeddings are made for requests that do not say
 
 
 class Welcome(Message, frozen=True):

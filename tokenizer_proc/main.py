@@ -40,6 +40,7 @@ class Tokenizer:
     def __init__(self, spec: ChildSpec, control: Control, vocabulary: Vocabulary) -> None:
         max_model_len = spec.config.model.max_model_len
         assert max_model_len is not None  # resolved by the launcher
+        assert spec.config.model.pooling != "auto"
         self._spec = spec
         self._control = control
         self._ready = False
@@ -66,6 +67,7 @@ class Tokenizer:
             sampling_defaults(spec.generation, spec.arch.vocab_size),
             vocabulary.special_token_ids(),
             spec.config.server.chat_template_kwargs,
+            pooling=spec.config.model.pooling,
         )
         from_client: Decoder[ToTokenizer] = Decoder(ToTokenizer)
         from_scheduler: Decoder[FromScheduler] = Decoder(FromScheduler)

@@ -14,7 +14,7 @@ from gpu_workers.backends.native_kv import NativeKV
 from gpu_workers.backends.native_recording import Exchange, Recording
 from gpu_workers.batch import ForwardBatch
 from gpu_workers.sampling import NOT_NUMBERS
-from kernels.cpu.library import AttentionSizes, BufferShape, Engine, Op, Step
+from kernels.cpu.library import AttentionSizes, BufferShape, Code, Engine, Op, Step
 
 
 class Replay(Compiled):
@@ -40,10 +40,10 @@ class Replay(Compiled):
     def best_ids(self, batch: Step | ForwardBatch, kv: NativeKV) -> NDArray[np.int64]:
         return known_ids(self._program_for(batch, kv).best_ids(batch))
 
-    def states(self, count: int) -> torch.Tensor:
+    def hidden_states(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
         if self._program is None:
             raise RuntimeError("no batch has been run yet")
-        return self._program.states(count)
+        return self._program.hidden_states(token_rows)
 
 
 class Program:
@@ -62,6 +62,8 @@ class Program:
             part if isinstance(part, Exchange) else (Op * len(part))(*part) for part in recording.parts
         ]
         self._head = (Op * len(recording.head))(*recording.head)
+        before_logits = [op for op in recording.head if op.code != Code.LOGITS]
+        self._norm = (Op * len(before_logits))(*before_logits)
         self._last: Step | None = None
 
     def logits(self, batch: Step | ForwardBatch) -> torch.Tensor:
@@ -75,15 +77,24 @@ class Program:
 
     def more_logits(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
         """[R, vocabulary] float32 of flat tokens of the last batch, good until the next run."""
+        if len(token_rows) > self._logits.shape[0]:
+            self._logits = torch.empty(len(token_rows), self._vocab_size)
+        self._run_again(self._head, token_rows)
+        return self._logits[: len(token_rows)]
+
+    def hidden_states(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
+        """[R, hidden] float32 of flat tokens of the last batch, good until the next run."""
+        self._run_again(self._norm, token_rows)
+        return self._engine.values(self._states, len(token_rows), self._width)
+
+    def _run_again(self, ops: ctypes.Array[Op], token_rows: NDArray[np.int64]) -> None:
+        """Operations of the head, on other rows of the last batch."""
         assert self._last is not None, "a program is made to be run"
         rows = np.ascontiguousarray(token_rows, dtype=np.int64)
-        if len(rows) > self._logits.shape[0]:
-            self._logits = torch.empty(len(rows), self._vocab_size)
         step = Step.from_buffer_copy(self._last)
         step.rows, step.logits_rows = len(rows), rows.ctypes.data
         step.logits, step.best_ids = self._logits.data_ptr(), None
-        self._engine.run(self._head, step)
-        return self._logits[: len(rows)]
+        self._engine.run(ops, step)
 
     def best_ids(self, batch: Step | ForwardBatch) -> NDArray[np.int64]:
         """[S], of the largest logits; -1 where one is NaN."""
@@ -92,10 +103,6 @@ class Program:
         step.logits, step.best_ids = None, ids.ctypes.data
         self._run(step)
         return ids
-
-    def states(self, count: int) -> torch.Tensor:
-        """[count, hidden], as the last run left them."""
-        return self._engine.values(self._states, count, self._width)
 
     def _run(self, step: Step) -> None:
         self._last = step

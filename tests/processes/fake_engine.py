@@ -53,7 +53,12 @@ from ipc.stats_channel import StatsPublisher
 from ipc.stats_messages import EngineDetails, Stats
 
 MODEL = ModelInfo(
-    names=("tiny", "org/tiny"), max_model_len=256, vocab_size=1000, created=1_700_000_000, has_chat_template=True
+    names=("tiny", "org/tiny"),
+    max_model_len=256,
+    vocab_size=1000,
+    created=1_700_000_000,
+    has_chat_template=True,
+    pooling="mean",
 )
 MOST_TOKENS = 8
 CACHED = 3

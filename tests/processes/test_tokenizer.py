@@ -121,7 +121,9 @@ class Process:
         spec = ChildSpec(
             role="tokenizer",
             index=0,
-            config=Config(model=ModelConfig(max_model_len=4096), tokenizer=TokenizerConfig(template_timeout=1.0)),
+            config=Config(
+                model=ModelConfig(max_model_len=4096, pooling="last"), tokenizer=TokenizerConfig(template_timeout=1.0)
+            ),
             arch=ModelArch(
                 family="llama",
                 hidden_size=8,

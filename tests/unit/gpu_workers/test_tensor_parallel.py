@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -25,7 +26,8 @@ rank, port, model, out, kernels = int(sys.argv[1]), int(sys.argv[2]), Path(sys.a
 comm = make_comm(rank, 2, port, timeout=60)
 model = load_tiny(model, comm=comm, kernels=kernels)
 logits = whole_logits(model, list(range(0, 130, 3))).contiguous()
-save_file({"logits": logits, "more": model.more_logits(np.array([30, 2])).contiguous()}, out)
+more = model.more_logits(np.array([30, 2])).contiguous()
+save_file({"logits": logits, "more": more, "states": model.hidden_states(np.arange(44)).contiguous()}, out)
 comm.close()
 """
 
@@ -41,7 +43,9 @@ BIASED_AND_TIED = {"attention_bias": True, "mlp_bias": True, "tie_word_embedding
 )
 def test_two_ranks_compute_what_one_does(settings: dict[str, bool], kernels: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, **settings)  # a vocabulary of 131 does not divide by 2
-    expected = whole_logits(load_tiny(tmp_path, kernels=kernels), TOKENS)
+    model = load_tiny(tmp_path, kernels=kernels)
+    expected = whole_logits(model, TOKENS)
+    states = model.hidden_states(np.arange(44)).clone()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -63,6 +67,8 @@ def test_two_ranks_compute_what_one_does(settings: dict[str, bool], kernels: str
     assert all(torch.equal(result["more"], logits[0][[30, 2]]) for result in results), "also asked for afterwards"
     assert torch.equal(logits[0], logits[1])
     torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-4)
+    # What rank 0 makes embeddings of.
+    torch.testing.assert_close(results[0]["states"], states, rtol=0, atol=1e-4)
 
 
 SUM = """

@@ -83,6 +83,7 @@ class Engine:
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
         self.cached: dict[int, int] = {}
+        self.embeddings: dict[int, bytes] = {}
         self.scores: dict[int, list[float]] = {}  # log-probabilities of prompts
         self.failures: dict[int, Failed] = {}
         self.silenced: set[int] = set()  # aborted or stopped from outside: nothing may come for them any more
@@ -132,6 +133,8 @@ class Engine:
                 continue
             self.outputs.setdefault(row.request_id, []).extend(unpack_ints(row.token_ids))
             self.cached[row.request_id] = row.cached_tokens
+            if row.embedding:
+                self.embeddings[row.request_id] = row.embedding
             if row.finish is not None:
                 self.ends[row.request_id] = row.finish
 
