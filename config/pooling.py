@@ -9,7 +9,7 @@ from config.json_fields import Fields, optional_json
 
 # llama.cpp's enum of the key `{architecture}.pooling_type`; 0 says nothing.
 _GGUF_NAMES = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
-# The flags of sentence-transformers' Pooling. `mean_sqrt_len` differs from the mean in length only: that is divided out.
+# The flags of sentence-transformers' Pooling. `mean_sqrt_len` is the mean at another length, which is divided out.
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",

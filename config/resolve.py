@@ -222,7 +222,7 @@ def _pooling(config: Config, arch: ModelArch, reasons: list[str]) -> str:
     """How embeddings are made, which most models say nothing of."""
     if config.model.pooling != "auto":
         return config.model.pooling
-    names = get_args(PoolingName)
+    names = [name for name in get_args(PoolingName) if name != "auto"]
     if arch.pooling and arch.pooling not in names:
         raise ConfigError(
             f"--model {config.model.model}: it declares pooling {arch.pooling!r} for embeddings, which is not "

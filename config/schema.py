@@ -18,7 +18,7 @@ Shortage = Literal["wait", "recompute", "swap"]
 EvictionName = Literal["lru", "lfu", "fifo"]
 ToolParserName = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 ReasoningParserName = Literal["auto", "none", "think"]
-PoolingName = Literal["last", "mean", "cls"]
+PoolingName = Literal["auto", "last", "mean", "cls"]
 WeightFormat = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 
 PortNumber = Annotated[int, Meta(ge=0, le=65535)]
@@ -63,7 +63,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ),
     ] = "auto"
     pooling: Annotated[
-        PoolingName | Literal["auto"],
+        PoolingName,
         Meta(
             description="embeddings are the last token's hidden state, the mean of all tokens', or the first token's "
             "(cls); auto: as the model declares, else last"
