@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from config.markup import REASONING_OPENING
 from ipc.codec import unpack_int64s, unpack_ints
 from ipc.engine_messages import AbortRequests, PromptScores, RowOutput, StepOutputs, StopAt, ToScheduler
 from ipc.messages import (
@@ -39,7 +40,6 @@ from .encoding import PromptEncoder
 from .failures import explained, failed
 from .grammars import GrammarCompiler
 from .ingress import Limits, bad_word_ids, prompt_name, submits
-from .output_format import REASONING_OPENING
 from .prompt_report import PromptReport
 from .text_service import TextService
 from .vocabulary import Vocabulary

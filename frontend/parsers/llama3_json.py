@@ -6,16 +6,16 @@ Source: Meta's prompt formats for Llama 3.1 (JSON based tool calling) and the ch
 
 from collections.abc import Mapping
 
+from config.markup import LLAMA3_TAG
+
 from .calls import CallParser, Script
 from .grammar import call_rules, literal, repeated
-
-_TAG = "<|python_tag|>"
 
 
 class Llama3JsonParser(CallParser):
     """An object at the beginning is a call only with parameters and the name of one of the request's functions."""
 
-    markup = (_TAG,)
+    markup = (LLAMA3_TAG,)
 
     @classmethod
     def grammar(cls, tools: Mapping[str, str], special: Mapping[str, int], *, most: int) -> str:
@@ -25,9 +25,9 @@ class Llama3JsonParser(CallParser):
         self._gap = yield from self._white_space()
         if self._char == "{":
             yield from self._calls_in_a_row("", unmarked=True)
-        while (yield from self._text_until(_TAG)):
+        while (yield from self._text_until(LLAMA3_TAG)):
             space = yield from self._white_space()
-            yield from self._calls_in_a_row(_TAG + space, unmarked=False)
+            yield from self._calls_in_a_row(LLAMA3_TAG + space, unmarked=False)
 
     def _calls_in_a_row(self, before: str, *, unmarked: bool) -> Script[None]:
         while (yield from self._call(before, unmarked=unmarked)):

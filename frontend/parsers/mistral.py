@@ -8,10 +8,11 @@ import secrets
 import string
 from collections.abc import Mapping
 
+from config.markup import MISTRAL_ARGUMENTS, MISTRAL_OPENING
+
 from .calls import CallParser, Script
 from .grammar import call_rules, literal, mark, repeated
 
-_OPENING, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 _NAME = frozenset(string.ascii_letters + string.digits + "_-.")
 _ID = string.ascii_letters + string.digits
 _ID_LENGTH = 9
@@ -20,22 +21,23 @@ _ID_LENGTH = 9
 class MistralParser(CallParser):
     """Text, then calls."""
 
-    markup = (_OPENING, _ARGUMENTS)
+    markup = (MISTRAL_OPENING, MISTRAL_ARGUMENTS)
 
     @classmethod
     def grammar(cls, tools: Mapping[str, str], special: Mapping[str, int], *, most: int) -> str:
         return (
-            f"start: {mark(_OPENING, special)} {literal('[')} one{repeated(literal(', '), most)} {literal(']')}\n"
+            f"start: {mark(MISTRAL_OPENING, special)} {literal('[')} "
+            f"one{repeated(literal(', '), most)} {literal(']')}\n"
             f"one: call\n" + call_rules(tools, "arguments")
         )
 
     def _format(self) -> Script[None]:
-        while (yield from self._text_until(_OPENING)):
+        while (yield from self._text_until(MISTRAL_OPENING)):
             space = yield from self._white_space()
             if self._char == "[":
-                yield from self._list(_OPENING + space)
+                yield from self._list(MISTRAL_OPENING + space)
             else:
-                yield from self._named(_OPENING + space)
+                yield from self._named(MISTRAL_OPENING + space)
 
     def _list(self, before: str) -> Script[None]:
         while True:
@@ -58,7 +60,7 @@ class MistralParser(CallParser):
         if not name:
             self._say(before)
             return
-        for expected in _ARGUMENTS if self._char == "[" else "":
+        for expected in MISTRAL_ARGUMENTS if self._char == "[" else "":
             if self._char != expected:
                 self._say(before)
                 return

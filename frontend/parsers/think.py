@@ -3,14 +3,16 @@
 Some chat templates end the prompt with the opening tag; then all is reasoning up to the closing one.
 """
 
-from frontend.pieces import OutputParser, Piece, Reasoning
+from typing import ClassVar
 
-_OPENING, _CLOSING = "<think>", "</think>"
-MARKUP = (_OPENING, _CLOSING)
+from config.markup import REASONING_CLOSING, REASONING_OPENING
+from frontend.pieces import OutputParser, Piece, Reasoning
 
 
 class ThinkParser(OutputParser):
     """Reasoning, without the white space around it; what follows is for another parser."""
+
+    markup: ClassVar[tuple[str, ...]] = (REASONING_OPENING, REASONING_CLOSING)
 
     def __init__(self, answer: OutputParser) -> None:
         """`answer` parses what follows the reasoning."""
@@ -41,10 +43,10 @@ class ThinkParser(OutputParser):
 
     def _look_for_opening(self) -> list[Piece]:
         start = self._held.lstrip()
-        while start.startswith(_OPENING):
+        while start.startswith(REASONING_OPENING):
             self._state = "opened"
-            start = start[len(_OPENING) :].lstrip()
-        undecided = _OPENING.startswith(start)
+            start = start[len(REASONING_OPENING) :].lstrip()
+        undecided = REASONING_OPENING.startswith(start)
         if self._state == "before":
             return [] if undecided else self._go_on_with_answer()
         self._held = start
@@ -53,7 +55,7 @@ class ThinkParser(OutputParser):
         return []
 
     def _look_for_closing(self) -> list[Piece]:
-        text, closing, rest = self._held.partition(_CLOSING)
+        text, closing, rest = self._held.partition(REASONING_CLOSING)
         if closing:
             text = text.rstrip()
             self._state = "closed"
@@ -66,8 +68,8 @@ class ThinkParser(OutputParser):
     @staticmethod
     def _decided(text: str) -> str:
         """`text` without white space at its end, or a part of the closing tag and white space before it."""
-        at = text.rfind(_CLOSING[0])
-        if at >= 0 and _CLOSING.startswith(text[at:]):
+        at = text.rfind(REASONING_CLOSING[0])
+        if at >= 0 and REASONING_CLOSING.startswith(text[at:]):
             text = text[:at]
         return text.rstrip()
 
