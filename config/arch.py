@@ -71,7 +71,6 @@ def _from_directory(path: Path) -> ModelArch:
             o_bias=attention_bias and architecture == "LlamaForCausalLM",
             mlp_bias=fields.flag("mlp_bias"),
             hidden_act=_activation(fields.source, config.get("hidden_act", "silu")),
-            bos_token_id=config.get("bos_token_id") if isinstance(config.get("bos_token_id"), int) else None,
             eos_token_ids=_eos_from_directory(path, config),
             weight_bytes=sum(header.num_bytes for header in tensors.values()),
             num_parameters=num_parameters,
@@ -207,7 +206,6 @@ def _from_gguf(file: GGUFFile) -> ModelArch:
         raise ValueError(f"{file.path}: mixture-of-experts models are not supported")
     eos_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     eos = [metadata.get(f"tokenizer.ggml.{key}") for key in eos_keys]
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
     return _checked(
         ModelArch(
             family=_GGUF_FAMILIES[architecture],
@@ -226,7 +224,6 @@ def _from_gguf(file: GGUFFile) -> ModelArch:
             qkv_bias="blk.0.attn_q.bias" in tensors,
             o_bias="blk.0.attn_output.bias" in tensors,
             mlp_bias="blk.0.ffn_down.bias" in tensors,
-            bos_token_id=bos if isinstance(bos, int) else None,
             eos_token_ids=tuple(sorted({item for item in eos if isinstance(item, int)})),
             weight_bytes=sum(info.num_bytes for info in tensors.values()),
             num_parameters=sum(info.num_elements for info in tensors.values()),

@@ -30,8 +30,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     """What the launcher found; limits of a container are already applied."""
 
     cores: int  # physical cores this process may use
-    memory_total: int
-    memory_available: int
+    memory_available: int  # bytes
     cpu_features: frozenset[str] = frozenset()
     gpus: int = 0
     native_kernels: bool = False  # whether there are compiled ones

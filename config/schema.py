@@ -358,7 +358,6 @@ class ModelArch(Struct, frozen=True, kw_only=True):
     o_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # union over config, generation_config and tokenizer
     weight_bytes: int = 0  # size of the tensors in the file(s)
     num_parameters: int = 0

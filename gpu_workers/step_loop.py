@@ -52,6 +52,6 @@ def _execute(runner: Runner, plan: StepPlan, link: BlockingDealer[ToWorker]) -> 
     except Exception as error:
         log.debug("where the step failed", exc_info=True)
         # Without it, the scheduler could not tell this from a death that the requests have nothing to do with.
-        link.send(StepFailed(plan.step))
+        link.send(StepFailed())
         time.sleep(_SENDING_SECONDS)
         raise _StepError(f"{type(error).__name__}: {error}") from error

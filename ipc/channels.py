@@ -69,10 +69,6 @@ class AsyncRouter(Generic[In]):
         """Begin to receive; needs a running loop."""
         self._io.start(self._on_frames, self._on_event)
 
-    @property
-    def peers(self) -> tuple[bytes, ...]:
-        return tuple(self._inbound)
-
     def incarnation_of(self, peer: bytes) -> int:
         """Number of the peer's present session. KeyError for one that is gone."""
         return self._inbound[peer].incarnation

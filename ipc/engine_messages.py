@@ -6,21 +6,21 @@ from .messages import Failed, FinishReason, Message, Pooling
 
 
 class SamplingSpec(Message, frozen=True):
-    """What a worker's sampler needs to know; every field has been validated."""
+    """What a worker's sampler needs to know; every field has been validated. By default greedy, and nothing else."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int  # unsigned 64 bits; drawn at admission where the client gave none
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    bias_ids: bytes  # int32
-    bias_values: bytes  # float32, as many
-    min_tokens: int
-    banned_ids: bytes  # int32: end-of-sequence and stop ids, impossible before min_tokens outputs
-    logprobs: int  # -1: none; k >= 0: the chosen token's and the k best
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # unsigned 64 bits; drawn at admission where the client gave none
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias_ids: bytes = b""  # int32
+    bias_values: bytes = b""  # float32, as many
+    min_tokens: int = 0
+    banned_ids: bytes = b""  # int32: end-of-sequence and stop ids, impossible before min_tokens outputs
+    logprobs: int = -1  # -1: none; k >= 0: the chosen token's and the k best
     prompt_logprobs: int = -1  # likewise, of each prompt token but the first
     allowed_ids: bytes = b""  # int32: nothing else may be sampled; empty: no such limit
     bad_words: tuple[bytes, ...] = ()  # int32 each: its last id is impossible where the output ends with those before
@@ -51,18 +51,17 @@ class AbortRequests(Message, frozen=True):
     request_ids: tuple[int, ...]
 
 
-class StopAt(Message, frozen=True):
-    """A stop string was found: the output ends after `num_tokens` tokens, whatever has been generated since."""
+class StopRequest(Message, frozen=True):
+    """A stop string was found: the output has ended there, whatever has been generated since."""
 
     request_id: int
-    num_tokens: int
 
 
 class TokenizerHello(Message, frozen=True):
     index: int
 
 
-ToScheduler = Submit | AbortRequests | StopAt | TokenizerHello
+ToScheduler = Submit | AbortRequests | StopRequest | TokenizerHello
 
 
 class SchedulerReady(Message, frozen=True):
@@ -190,9 +189,7 @@ class StepResult(Message, frozen=True):
 
 
 class StepFailed(Message, frozen=True):
-    """The last word of a rank that ends because it could not carry out this step; any rank may send it."""
-
-    step: int
+    """The last word of a rank that ends because it could not carry out its step; any rank may send it."""
 
 
 FromWorker = WorkerReady | StepResult | StepFailed

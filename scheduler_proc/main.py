@@ -22,7 +22,7 @@ from ipc.engine_messages import (
     FromWorker,
     SchedulerReady,
     StepFailed,
-    StopAt,
+    StopRequest,
     Submit,
     TokenizerHello,
     ToScheduler,
@@ -204,7 +204,7 @@ class Scheduler:
                 self._handle(Arrived(now, peer, message))
             case AbortRequests(request_ids):
                 self._handle(Aborted(now, peer, request_ids))
-            case StopAt(request_id):
+            case StopRequest(request_id):
                 self._handle(Stopped(now, peer, request_id))
             case TokenizerHello():
                 self._greeted.add(peer)

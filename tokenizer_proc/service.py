@@ -14,7 +14,7 @@ import msgspec
 
 from config.markup import REASONING_OPENING
 from ipc.codec import unpack_int64s, unpack_ints
-from ipc.engine_messages import AbortRequests, PromptScores, RowOutput, StepOutputs, StopAt, ToScheduler
+from ipc.engine_messages import AbortRequests, PromptScores, RowOutput, StepOutputs, StopRequest, ToScheduler
 from ipc.messages import (
     Abort,
     ChatPrompt,
@@ -78,7 +78,7 @@ class _Outbox:
     def __init__(self) -> None:
         self.items: dict[bytes, list[_Outgoing]] = {}
         self.aborts: list[int] = []
-        self.stops: list[StopAt] = []
+        self.stops: list[StopRequest] = []
 
     def put(self, request: _Request, item: _Outgoing) -> None:
         if request.report is not None and not isinstance(item, Failed):
@@ -396,8 +396,8 @@ class Service:
                 self._expect_late_rows(request_id)
             if not request.choices:
                 self._end(request)
-        if progress.stop_at is not None:
-            outbox.stops.append(StopAt(request_id, progress.stop_at))
+        if progress.stops_early:
+            outbox.stops.append(StopRequest(request_id))
 
     def _broken(self, request: _Request, error: Exception, outbox: _Outbox) -> None:
         """A row that cannot be used fails its request, and no other."""

@@ -42,7 +42,6 @@ waiting. Caches and clock rate still depend on the neighbours: look at the load 
 """
 _VOCABULARY = 1 << 16
 _PEER = b"tokenizer"
-_GREEDY = SamplingSpec(0.0, 0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, b"", b"", 0, b"", -1)
 _SHAPES = ("turns", "chunks", "blocks")
 _CHUNK_TOKENS = 512
 _FAMILY = 10  # prompts with the same system prompt
@@ -236,7 +235,7 @@ class StepBench:
         self._carry_out(self.core.handle(EngineReady(0.0)))
         for number in range(running):
             prompt = random_tokens(rng, context - number % block_size)
-            submit = Submit(number, prompt, longest - context, 0, b"", _GREEDY)
+            submit = Submit(number, prompt, longest - context, 0, b"", SamplingSpec())
             self._carry_out(self.core.handle(Arrived(self._time, _PEER, submit)))
 
     def _carry_out(self, commands: Iterable[Command]) -> None:

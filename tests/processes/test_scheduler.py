@@ -41,7 +41,6 @@ from tests.unit.ipc.test_channels import until
 from tests.unit.scheduler_proc.fake_worker import VOCABULARY, FakeWorker, continuation
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS = 64, 4, 8
-GREEDY = SamplingSpec(0.0, 0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, b"", b"", 0, b"", -1)
 ARCH = ModelArch(
     family="llama",
     hidden_size=64,
@@ -70,7 +69,7 @@ class Launcher:
     def stage(self, name: str, fraction: float | None = None) -> None:
         pass
 
-    def ready(self, detail: str = "") -> None:
+    def ready(self) -> None:
         self.is_ready = True
 
     def report(self, status: Status) -> None:
@@ -137,7 +136,7 @@ class Tokenizer:
 
     def submit(self, request_id: int, prompt: list[int], max_tokens: int) -> None:
         self.tokens[request_id] = []
-        self.dealer.send(Submit(request_id, pack_ints(prompt), max_tokens, 0, b"", GREEDY))
+        self.dealer.send(Submit(request_id, pack_ints(prompt), max_tokens, 0, b"", SamplingSpec()))
 
     def _take(self, message: FromScheduler) -> None:
         if isinstance(message, SchedulerReady):

@@ -25,7 +25,7 @@ from ipc.engine_messages import (
     RowOutput,
     SchedulerReady,
     StepOutputs,
-    StopAt,
+    StopRequest,
     Submit,
     TokenizerHello,
     ToScheduler,
@@ -288,10 +288,10 @@ def test_stop_strings_reach_the_scheduler(directory: Path) -> None:
         async with running(directory) as setting:
             text, (end,) = await setting.complete(TextPrompt("ABC DEF GHI"), stop=("F G",))
             assert (text, end.reason, end.stop_reason) == ("ABC DE", "stop", "F G")
-            await eventually(lambda: setting.scheduler.of(StopAt), "the scheduler hearing of the stop")
-            (stop,) = setting.scheduler.of(StopAt)
-            assert isinstance(stop, StopAt)
-            assert stop.num_tokens == end.completion_tokens
+            await eventually(lambda: setting.scheduler.of(StopRequest), "the scheduler hearing of the stop")
+            (stop,) = setting.scheduler.of(StopRequest)
+            (submit,) = setting.scheduler.of(Submit)
+            assert stop == StopRequest(submit.request_id)
 
     asyncio.run(run())
 

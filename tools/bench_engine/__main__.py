@@ -7,13 +7,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from msgspec import structs
-
 from config.arch import read_arch
 from config.memory_plan import kv_bytes_per_token
 from gpu_workers.models.llama import LlamaModel
-from gpu_workers.sampler_state import GREEDY
 from ipc.control import StartError
+from ipc.engine_messages import SamplingSpec
 from kernels.cpu.build import BuildError
 from tools.arguments import add_numbers
 from tools.bench_engine.measured import MeasuredBackend, make_measured_backend
@@ -40,8 +38,8 @@ limit     the time that the work takes at the limits of the machine, measured by
 """
 # Drawn: temperature 1 and the filters that many clients send.
 SAMPLING = {
-    "greedy": GREEDY,
-    "drawn": structs.replace(GREEDY, temperature=1.0, top_k=50, top_p=0.95, seed=1),
+    "greedy": SamplingSpec(),
+    "drawn": SamplingSpec(temperature=1.0, top_k=50, top_p=0.95, seed=1),
 }
 _HEADER = ["ms", "tok/s", "outside", "prepare", "forward", "sample", "rest", "limit", "by"]
 

@@ -143,7 +143,7 @@ class Simulation:
             request.output_length,
             0,
             b"",
-            SamplingSpec(0.0, 0, 1.0, 0.0, number, 1.0, 0.0, 0.0, b"", b"", 0, b"", -1),
+            SamplingSpec(seed=number),
             namespace=request.namespace,
             tenant=request.tenant,
             priority=request.priority,

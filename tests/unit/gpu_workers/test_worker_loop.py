@@ -116,7 +116,7 @@ def test_whatever_fails_in_a_step_is_said_and_ends_the_loop(tmp_path, caplog, ki
     assert [record.getMessage() for record in caplog.records if record.name == "gpu_workers.step_loop"] == [
         f"a step failed: {kind.__name__}: no copy of [[7, 2]]; this rank ends"
     ]
-    assert received[-1] == StepFailed(1)
+    assert received[-1] == StepFailed()
 
 
 def test_an_idle_rank_ends_when_told_to(tmp_path):

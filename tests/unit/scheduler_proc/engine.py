@@ -32,7 +32,7 @@ from scheduler_proc.events import (
 from scheduler_proc.invariants import violations
 from tests.unit.scheduler_proc.fake_worker import VOCABULARY, FakeWorker, continuation
 
-GREEDY = SamplingSpec(0.0, 0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, b"", b"", 0, b"", -1)
+GREEDY = SamplingSpec()
 PEER = b"tok0"
 
 

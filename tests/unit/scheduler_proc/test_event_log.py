@@ -44,7 +44,7 @@ FIRST_ID = 0x2A2B1C1D  # real ids are large, so that their bytes cannot turn up 
 END = FIRST_ID + 7
 BLOCKS = 18
 SCORE = b"\x11\x22\x33\x44"  # a float32
-SAMPLING = SamplingSpec(0.0, 0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, b"", b"", 0, b"", -1)
+SAMPLING = SamplingSpec()
 
 
 class Recorded:

@@ -19,7 +19,7 @@ from scheduler_proc.policies.longest_prefix import WINDOW
 from scheduler_proc.request import Request
 
 AGE = 10.0  # seconds
-SAMPLING = SamplingSpec(0.0, 0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, b"", b"", 0, b"", -1)
+SAMPLING = SamplingSpec()
 
 
 def make_request(

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from ipc.codec import pack_int64s, pack_ints, unpack_floats, unpack_ints
-from ipc.engine_messages import AbortRequests, RowOutput, StepOutputs, StopAt, Submit, ToScheduler
+from ipc.engine_messages import AbortRequests, RowOutput, StepOutputs, StopRequest, Submit, ToScheduler
 from ipc.messages import (
     Abort,
     ChatMessage,
@@ -290,7 +290,7 @@ def test_a_plain_row_can_complete_a_stop_string() -> None:
     bench.generate(stop=("ll",))
     (submit,) = bench.submits
     bench.step(plain=[(submit.request_id, HELLO)])
-    assert bench.asked[-1] == StopAt(submit.request_id, 1)
+    assert bench.asked[-1] == StopRequest(submit.request_id)
     before = bench.items()
     bench.step(plain=[(submit.request_id, HELLO)])
     bench.step(row(submit.request_id, EOS, finish="stop", stop_token=EOS))
@@ -365,7 +365,7 @@ def test_a_stop_string_is_told_to_the_scheduler_and_ends_the_output() -> None:
     bench.generate(stop=("ll",))
     (submit,) = bench.submits
     bench.step(row(submit.request_id, HELLO))
-    assert bench.asked[-1] == StopAt(submit.request_id, 1)
+    assert bench.asked[-1] == StopRequest(submit.request_id)
     before = bench.items()
     # What was in flight arrives late, and its finish reason changes nothing.
     bench.step(row(submit.request_id, HELLO), row(submit.request_id, EOS, finish="stop", stop_token=EOS))

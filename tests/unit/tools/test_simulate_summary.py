@@ -36,7 +36,7 @@ def row(request_id: int, tokens: int, finish: str | None = None) -> RowOutput:
 
 
 def new(row: int, number: int) -> NewRow:
-    return NewRow(row, pack_ints([1]), 1, b"", SamplingSpec(0, 0, 1, 0, number, 1, 0, 0, b"", b"", 0, b"", -1))
+    return NewRow(row, pack_ints([1]), 1, b"", SamplingSpec(seed=number))
 
 
 def observed() -> Observer:
