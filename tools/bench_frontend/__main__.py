@@ -14,7 +14,7 @@ import psutil
 from config.schema import ServerConfig
 from ipc.control import Drain
 from launch.process import Process
-from tools.arguments import count, positive
+from tools.arguments import count, positive, tool_parser
 
 from .client import Counted
 from .engine import MODEL
@@ -43,12 +43,7 @@ _CLIENT_BEGINS_SECONDS = 1.5  # its start and its warm-up
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench_frontend",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("bench_frontend", __doc__, _EPILOG)
     parser.add_argument("--only", choices=_PARTS, help="one part (default: both)")
     parser.add_argument("--seconds", type=positive, default=8.0, help="measured time of each part (default: 8)")
     parser.add_argument("--streams", type=count, default=256, help="streams at once (default: 256)")
