@@ -14,12 +14,12 @@ _MAX_MESSAGE = 64 << 20  # bytes; a 4 MiB body becomes at most a few times as mu
 _RETRY_SECONDS = 0.005
 
 
-def open_socket(kind: int, *, max_message: int = _MAX_MESSAGE) -> "zmq.Socket[bytes]":
+def open_socket(kind: int) -> "zmq.Socket[bytes]":
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.SNDHWM, _HWM)
     socket.set(zmq.RCVHWM, _HWM)
-    socket.set(zmq.MAXMSGSIZE, max_message)
+    socket.set(zmq.MAXMSGSIZE, _MAX_MESSAGE)
     socket.set(zmq.IMMEDIATE, 1)  # queue nothing for a connection that does not exist
     socket.set(zmq.RECONNECT_IVL, 50)
     socket.set(zmq.RECONNECT_IVL_MAX, 500)
