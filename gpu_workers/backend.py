@@ -50,7 +50,7 @@ class Compiled:
         return self._head(self._select(body, batch))
 
     def hidden_states(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
-        """[R, hidden] float32: what the head reads, of R flat tokens of the batch that was run last; good as logits."""
+        """[R, hidden] float32: what the head reads of such tokens, good until the next run; see `more_logits`."""
         return self._selected(token_rows).float()
 
     def more_logits(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
