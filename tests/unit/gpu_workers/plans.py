@@ -71,13 +71,16 @@ def plain_backend() -> SimpleNamespace:
 
 
 class LogitsModel:
-    """A model that has nothing faster for greedy rows, and of which nobody wants prompts scored."""
+    """A model that has nothing faster for greedy rows, and of which nobody wants prompts scored or embeddings."""
 
     def best_ids(self, batch: ForwardBatch, kv: torch.Tensor) -> np.ndarray:
         return argmax(self.forward(batch, kv))
 
     def more_logits(self, token_rows: np.ndarray) -> torch.Tensor:
         raise AssertionError("no plan for this model asks for prompt log-probabilities")
+
+    def hidden_states(self, token_rows: np.ndarray) -> torch.Tensor:
+        raise AssertionError("no plan for this model asks for embeddings")
 
 
 class HashModel(LogitsModel):
