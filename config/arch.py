@@ -8,6 +8,7 @@ from msgspec import structs
 
 from config.gguf_file import GGUFFile
 from config.json_fields import Fields, optional_json, read_json
+from config.pooling import pooling_of_directory, pooling_of_gguf
 from config.quantization import read_quantization
 from config.safetensors_files import safetensors_headers
 from config.schema import ModelArch, RopeConfig
@@ -70,12 +71,12 @@ def _from_directory(path: Path) -> ModelArch:
             o_bias=attention_bias and architecture == "LlamaForCausalLM",
             mlp_bias=fields.flag("mlp_bias"),
             hidden_act=_activation(fields.source, config.get("hidden_act", "silu")),
-            bos_token_id=config.get("bos_token_id") if isinstance(config.get("bos_token_id"), int) else None,
             eos_token_ids=_eos_from_directory(path, config),
             weight_bytes=sum(header.num_bytes for header in tensors.values()),
             num_parameters=num_parameters,
             formats=formats,
             name=path.resolve().name,
+            pooling=pooling_of_directory(path),
         ),
         fields.source,
     )
@@ -205,7 +206,6 @@ def _from_gguf(file: GGUFFile) -> ModelArch:
         raise ValueError(f"{file.path}: mixture-of-experts models are not supported")
     eos_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     eos = [metadata.get(f"tokenizer.ggml.{key}") for key in eos_keys]
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
     return _checked(
         ModelArch(
             family=_GGUF_FAMILIES[architecture],
@@ -224,12 +224,12 @@ def _from_gguf(file: GGUFFile) -> ModelArch:
             qkv_bias="blk.0.attn_q.bias" in tensors,
             o_bias="blk.0.attn_output.bias" in tensors,
             mlp_bias="blk.0.ffn_down.bias" in tensors,
-            bos_token_id=bos if isinstance(bos, int) else None,
             eos_token_ids=tuple(sorted({item for item in eos if isinstance(item, int)})),
             weight_bytes=sum(info.num_bytes for info in tensors.values()),
             num_parameters=sum(info.num_elements for info in tensors.values()),
             formats=gguf_formats(tensors),
             name=file.path.stem,
+            pooling=pooling_of_gguf(metadata, architecture),
         ),
         str(file.path),
     )

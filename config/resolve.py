@@ -3,13 +3,15 @@
 Pure: all that is known of the machine comes in as `Machine`, gathered by `launch.machine`.
 """
 
+from typing import get_args
+
 import msgspec
 from msgspec import Struct
 
 from config import memory_plan
 from config.bytesize import format_size, parse_size
 from config.memory_plan import MemoryPlan
-from config.schema import Config, ModelArch
+from config.schema import Config, ModelArch, PoolingName
 from config.sources import ConfigError
 
 # Names in /proc/cpuinfo of the instructions with which the CPU backend multiplies bfloat16.
@@ -28,8 +30,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     """What the launcher found; limits of a container are already applied."""
 
     cores: int  # physical cores this process may use
-    memory_total: int
-    memory_available: int
+    memory_available: int  # bytes
     cpu_features: frozenset[str] = frozenset()
     gpus: int = 0
     native_kernels: bool = False  # whether there are compiled ones
@@ -60,6 +61,7 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
     dtype = _dtype(config, machine, reasons)
     native_kernels = _native_kernels(config, machine, reasons)
     kv_dtype = _kv_dtype(config, dtype, native_kernels, machine, reasons)
+    pooling = _pooling(config, arch, reasons)
     tp = config.worker.tp
     if not memory_plan.can_split(arch, tp):
         fitting = [str(n) for n in range(1, 65) if memory_plan.can_split(arch, n)]
@@ -94,7 +96,7 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
     asked_len = config.model.max_model_len
     if asked_len is not None and asked_len > arch.max_position:
         raise ConfigError(f"--max-model-len {asked_len}: the model was made for at most {arch.max_position} positions")
-    model = msgspec.structs.replace(config.model, dtype=dtype, kv_dtype=kv_dtype)
+    model = msgspec.structs.replace(config.model, dtype=dtype, kv_dtype=kv_dtype, pooling=pooling)
     weights, weight_note = memory_plan.weight_bytes(arch, model, native_kernels, machine.has_bfloat16, tp)
     draft = MemoryPlan(
         tp=tp,
@@ -213,6 +215,21 @@ def _kv_dtype(config: Config, dtype: str, native_kernels: bool, machine: Machine
         return asked
     reasons.append("kv_dtype float16: half of what float32 takes, to 3 decimal digits")
     return "float16"
+
+
+def _pooling(config: Config, arch: ModelArch, reasons: list[str]) -> str:
+    """How embeddings are made, which most models say nothing of."""
+    if config.model.pooling != "auto":
+        return config.model.pooling
+    names = [name for name in get_args(PoolingName) if name != "auto"]
+    if arch.pooling and arch.pooling not in names:
+        raise ConfigError(
+            f"--model {config.model.model}: it declares pooling {arch.pooling!r} for embeddings, which is not "
+            f"supported; --pooling {'|'.join(names)} serves it with another"
+        )
+    pooling = arch.pooling or "last"
+    reasons.append(f"pooling {pooling}: {'what the model declares' if arch.pooling else 'the model declares none'}")
+    return pooling
 
 
 def _kv_memory(config: Config, plan: MemoryPlan, length: int, machine: Machine, reasons: list[str]) -> int:

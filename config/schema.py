@@ -18,6 +18,7 @@ Shortage = Literal["wait", "recompute", "swap"]
 EvictionName = Literal["lru", "lfu", "fifo"]
 ToolParserName = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 ReasoningParserName = Literal["auto", "none", "think"]
+PoolingName = Literal["auto", "last", "mean", "cls"]
 WeightFormat = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 
 PortNumber = Annotated[int, Meta(ge=0, le=65535)]
@@ -59,6 +60,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         Meta(
             description="requests that do not say are sampled as the model's generation_config.json (or GGUF file) "
             "recommends, else as OpenAI does (auto); or always as OpenAI does (none)"
+        ),
+    ] = "auto"
+    pooling: Annotated[
+        PoolingName,
+        Meta(
+            description="embeddings are the last token's hidden state, the mean of all tokens', or the first token's "
+            "(cls); auto: as the model declares, else last"
         ),
     ] = "auto"
 
@@ -350,12 +358,12 @@ class ModelArch(Struct, frozen=True, kw_only=True):
     o_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # union over config, generation_config and tokenizer
     weight_bytes: int = 0  # size of the tensors in the file(s)
     num_parameters: int = 0
     formats: WeightFormats = WeightFormats()
     name: str = ""
+    pooling: str = ""  # how the checkpoint says that embeddings are made; empty: it does not
 
 
 class GenerationDefaults(Struct, frozen=True, kw_only=True):

@@ -55,7 +55,6 @@ class Option(Struct, frozen=True, kw_only=True):
     section: str
     name: str
     kind: type  # bool, int, float or str; of the items, when `many`
-    optional: bool  # None is allowed and means "chosen at start"
     many: bool
     choices: tuple[str, ...]
     meta: Meta
@@ -98,7 +97,7 @@ class Settings(Struct, frozen=True, kw_only=True):
 
 def _option(section: str, field: msgspec.structs.FieldInfo, hint: Any) -> Option:
     meta = Meta()
-    optional = many = False
+    many = False
     choices: tuple[str, ...] = ()
     # Annotated, `| None`, tuple and Literal each peel off one layer; an alias such as PortNumber adds its own Meta.
     while get_origin(hint) is not None:
@@ -112,7 +111,6 @@ def _option(section: str, field: msgspec.structs.FieldInfo, hint: Any) -> Option
                 )
             hint = arguments[0]
         elif origin in (Union, types.UnionType):
-            optional = True
             (hint,) = (argument for argument in arguments if argument is not type(None))
         elif origin is tuple:
             many, hint = True, arguments[0]
@@ -124,7 +122,6 @@ def _option(section: str, field: msgspec.structs.FieldInfo, hint: Any) -> Option
         section=section,
         name=field.name,
         kind=hint,
-        optional=optional,
         many=many,
         choices=choices,
         meta=meta,

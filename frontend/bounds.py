@@ -82,7 +82,7 @@ _BOUNDS: dict[str, dict[str, dict[str, Any]]] = {
     "cache_salt": {"string": {"maxLength": requests.MAX_SALT}},
     "messages": {"array": {"minItems": 1, "maxItems": validation.MAX_MESSAGES}},
     "content": {"array": {"maxItems": requests.MAX_PARTS}},
-    "name": {"string": {"maxLength": validation.MAX_NAME}},
+    "tool_call_id": {"string": {"maxLength": validation.MAX_TOOL_CALL_ID}},
     "prompt": {"string": {"minLength": 1}, "array": {"minItems": 1}},
 }
 
@@ -93,6 +93,24 @@ _OF_TYPE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
     ("CompletionRequest", "max_tokens"): {"integer": {**_LENGTH, "minimum": 0}},
     ("EmbeddingRequest", "input"): {"string": {"minLength": 1}, "array": {"minItems": 1}},
     ("ChatRequest", "tools"): {"array": {"maxItems": validation.MAX_TOOLS}},
+    ("Message", "name"): {"string": {"maxLength": validation.MAX_NAME}},
+    ("ToolCall", "id"): {"string": {"maxLength": validation.MAX_TOOL_CALL_ID}},
+    # Of functions: those that a request defines, that it chooses, and that an earlier turn called.
+    **{
+        (kind, "name"): {"string": {"pattern": f"^{validation.TOOL_NAME.pattern}$"}}
+        for kind in (
+            "FunctionDefinition",
+            "NamedFunction",
+            "FunctionCall",
+            "ResponsesTool",
+            "ResponsesToolChoice",
+            "ResponsesToolName",
+            "InputItem",
+            "MessagesTool",
+            "MessagesToolChoice",
+            "MessageBlock",
+        )
+    },
 }
 
 

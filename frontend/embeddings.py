@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: hidden states of the last token of each input, of length 1."""
+"""POST /v1/embeddings: hidden states of each input, pooled as suits the model, of length 1."""
 
 import asyncio
 import base64

@@ -68,4 +68,4 @@ async def get_model(request: web.Request) -> web.StreamResponse:
 
 
 def _describe(name: str, model: ModelInfo) -> Model:
-    return Model(name, model.created, model.max_model_len)
+    return Model(name, model.created, model.max_model_len, pooling=model.pooling)

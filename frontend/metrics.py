@@ -14,7 +14,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from ipc.messages import FinishReason, Stats
+from ipc.messages import FinishReason
+from ipc.stats_messages import Stats
 
 from .histogram import TokenHistogram
 

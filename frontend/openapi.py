@@ -20,6 +20,11 @@ DOCUMENT: web.AppKey[bytes] = web.AppKey("document", bytes)
 _SCHEMAS = "#/components/schemas/{name}"
 _PARAMETER = re.compile(r"\{(\w+)(?::[^{}]*)?\}")
 _VERSION = "1"
+_ABOUT = (
+    "The HTTP API of an LLM serving engine, compatible with OpenAI's. Not described here: `/v1/responses/{id}` and "
+    "what is below it, which answers 404 to every method, since responses are not stored; and the web console (`/`, "
+    "`/console/static/{name}`, `/console/events`), whose form may change with each version."
+)
 _STREAM_TEXT = (
     "Server-sent events, with `stream: true`: `data: ` and a JSON object in each; what ends the stream is part of the "
     "protocol (OpenAI's: `data: [DONE]`). Comments keep silent connections alive. When it fails after it began, "
@@ -69,7 +74,7 @@ def make_document(routes: Sequence[Route], models: Sequence[str]) -> dict[str, A
         "info": {
             "title": "tokenmill",
             "version": _VERSION,
-            "description": "The HTTP API of an LLM serving engine, compatible with OpenAI's.",
+            "description": _ABOUT,
         },
         "paths": paths,
         "components": {

@@ -313,6 +313,7 @@ class Model(Struct):
     max_model_len: int
     object: str = "model"
     owned_by: str = "tokenmill"
+    pooling: str = "last"  # how embeddings are made of hidden states
 
 
 class ModelList(Struct):

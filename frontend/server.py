@@ -14,9 +14,9 @@ from config.api_keys import read_api_keys
 from config.schema import ChildSpec
 from config.sources import ConfigError
 from config.tls import server_context
-from ipc.channels import StatsSubscriber
 from ipc.client import AsyncClient
 from ipc.control import Control, Drain, Idle, Order, StartError, end_on_error
+from ipc.stats_channel import StatsSubscriber
 
 from .app import make_app
 from .connection import Connection, watch_backlogs

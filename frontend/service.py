@@ -11,7 +11,8 @@ from aiohttp import web
 
 from config.schema import ChildSpec
 from ipc.client import AsyncClient
-from ipc.messages import EngineDetails, ModelInfo, Stats
+from ipc.messages import ModelInfo
+from ipc.stats_messages import EngineDetails, Stats
 
 from .errors import unavailable
 from .metrics import Metrics

@@ -42,28 +42,27 @@ class Compiled:
         self._select = select
         self._head = head
         self._last: tuple[Any, ForwardBatch] | None = None
-        self._states: torch.Tensor | None = None
 
     def __call__(self, batch: Any, kv: Any) -> torch.Tensor:
         """[S, vocabulary] float32 logits, good until the next run."""
         body = self._body(batch, kv)
         self._last = body, batch
-        self._states = self._select(body, batch)
-        return self._head(self._states)
+        return self._head(self._select(body, batch))
 
-    def states(self, count: int) -> torch.Tensor:
-        """[count, hidden] float32: what the head read in the last run, of so many rows."""
-        if self._states is None:
-            raise RuntimeError("no batch has been run yet")
-        return self._states.float()
+    def hidden_states(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
+        """[R, hidden] float32: what the head reads of such tokens, good until the next run; see `more_logits`."""
+        return self._selected(token_rows).float()
 
     def more_logits(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
         """[R, vocabulary] float32 logits of R flat tokens of the batch that was run last, good until the next run."""
+        return self._head(self._selected(token_rows))
+
+    def _selected(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
         if self._last is None:
             raise RuntimeError("no batch has been run yet")
         body, batch = self._last
         rows = torch.from_numpy(token_rows).to(batch.token_ids.device)
-        return self._head(self._select(body, replace(batch, logits_rows=rows)))
+        return self._select(body, replace(batch, logits_rows=rows))
 
     @torch.inference_mode()
     def best_ids(self, batch: Any, kv: Any) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ import torch
 
 from gpu_workers.backend import Backend
 from gpu_workers.rows import Ints, PlanError, check_range, int32_columns
-from ipc.messages import StepPlan
+from ipc.engine_messages import StepPlan
 
 
 class BlockCopier:

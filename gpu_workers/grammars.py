@@ -16,7 +16,7 @@ import numpy as np
 from config.grammar_errors import readable
 from gpu_workers.rows import Ints, int32_columns
 from gpu_workers.sampling import IntArray, TokenMask
-from ipc.messages import NewRow, RowFailure
+from ipc.engine_messages import NewRow, RowFailure
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gpu_workers.rows import Ints, PlanError, Rows, int32_columns
 from gpu_workers.sampling import best_ids
-from ipc.messages import NewRow, PromptScores
+from ipc.engine_messages import NewRow, PromptScores
 
 # Logits of a whole chunk would take hundreds of megabytes. The compiled kernels read the head once for so many rows.
 ROWS_AT_ONCE = 48

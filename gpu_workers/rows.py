@@ -7,7 +7,7 @@ checked before it is used as an index: a plan that does not fit would read or ov
 import numpy as np
 from numpy.typing import NDArray
 
-from ipc.messages import NewRow, StepPlan
+from ipc.engine_messages import NewRow, StepPlan
 
 Ints = NDArray[np.int32]
 

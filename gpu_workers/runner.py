@@ -1,9 +1,9 @@
 """One step of the model: prepare -> forward -> sample, with the plan's block copies beside it.
 
 What does not belong here: index arithmetic (`prepare`, or the backend's own), what is known of a row (`rows`,
-`sampler_state`), the mathematics of sampling (`sampling`), log-probabilities of prompts (`prompt_scores`), copies and
-their thread (`block_copier`), anything about a model or a device (`models`, `backends`), sockets and processes
-(`main`). Nothing here decides what runs: the scheduler does.
+`sampler_state`), the mathematics of sampling (`sampling`), log-probabilities of prompts (`prompt_scores`), embeddings
+(`pooling`), copies and their thread (`block_copier`), anything about a model or a device (`models`, `backends`),
+sockets and processes (`main`). Nothing here decides what runs: the scheduler does.
 """
 
 import time
@@ -18,11 +18,12 @@ from gpu_workers.backend import Backend
 from gpu_workers.block_copier import BlockCopier
 from gpu_workers.comm import Comm
 from gpu_workers.grammars import Grammars
+from gpu_workers.pooling import Pooler
 from gpu_workers.prompt_scores import PromptScorer
 from gpu_workers.rows import Ints, PlanError, Rows
 from gpu_workers.sampler_state import SamplerState
 from gpu_workers.sampling import argmax, sample
-from ipc.messages import RawLogprobs, RowFailure, StepPlan, StepResult
+from ipc.engine_messages import RawLogprobs, RowFailure, StepPlan, StepResult
 
 
 class Model(Protocol):
@@ -34,9 +35,6 @@ class Model(Protocol):
     def forward(self, batch: Any, kv: Any) -> torch.Tensor:
         """[S, vocab] float32 logits of a batch that the backend has prepared, good until the next forward."""
 
-    def states(self, count: int) -> torch.Tensor:
-        """[count, hidden] float32: what the last forward, of so many rows, made logits of."""
-
     def best_ids(self, batch: Any, kv: Any) -> NDArray[np.int64]:
         """With one rank, instead: the ids [S] of the largest logits, the lowest one of equals.
 
@@ -45,6 +43,9 @@ class Model(Protocol):
 
     def more_logits(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
         """[R, vocab] float32 logits of other flat tokens of the batch that was run last, good until the next call."""
+
+    def hidden_states(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
+        """[R, hidden] float32: what the logits of such tokens are made of, good until the next call."""
 
 
 class _Sampled(NamedTuple):
@@ -84,9 +85,9 @@ class Runner:
         self._rows = Rows(max_seqs, max_model_len, num_blocks, block_size, model.arch.vocab_size)
         self._sampler = SamplerState(max_seqs, model.arch.vocab_size)
         self._scorer = PromptScorer(self._rows)
+        self._pooler = Pooler()
         self._grammars = grammars
         self._copier = BlockCopier(model.backend, kv, num_blocks, host_kv, num_host_blocks)
-        self._pooled = np.zeros(max_seqs, dtype=np.bool_)  # rows of requests for embeddings
         self._last_step: int | None = None
         self._ended = time.perf_counter_ns()
 
@@ -110,12 +111,13 @@ class Runner:
         freed = self._rows.update(plan).tolist()
         self._sampler.free(freed)
         self._scorer.free(freed)
+        self._pooler.free(freed)
         if self._grammars is not None:
             self._grammars.free(freed)
         for new in plan.new_rows:
             self._sampler.add(new)
             self._scorer.add(new)
-            self._pooled[new.row] = bool(new.pooling)
+            self._pooler.add(new)
             if self._grammars is not None:
                 self._grammars.add(new)
         prepared = self._model.backend.prepare(self._rows, plan.scheduled)
@@ -136,13 +138,13 @@ class Runner:
                 forward_done = time.perf_counter_ns()
                 sampled = self._sample(logits, sampling_rows)
         token_ids = sampled.token_ids
-        embeddings = self._embeddings(sampling_rows)
         self._rows.append(sampling_rows, token_ids)
         self._sampler.record(sampling_rows, token_ids)
         sample_done = time.perf_counter_ns()
         scores = self._scorer.scores(plan.scheduled, self._model.more_logits, keep=self._comm.rank == 0)
         if self._comm.rank != 0:
             return None
+        embeddings = self._pooler.embeddings(plan.scheduled, self._model.hidden_states)
         return StepResult(
             step=plan.step,
             token_ids=token_ids.astype("<i4").tobytes(),
@@ -157,18 +159,6 @@ class Runner:
             score_us=(time.perf_counter_ns() - sample_done) // 1000,
             embeddings=embeddings,
         )
-
-    def _embeddings(self, rows: Ints) -> tuple[bytes, ...]:
-        """Of the step that has just run: for pooled rows, the last hidden state divided by its length."""
-        pooled = self._pooled[rows]
-        if self._comm.rank != 0 or not pooled.any():
-            return ()
-        states = self._model.states(len(rows)).cpu().numpy().astype(np.float64)
-        lengths = np.linalg.norm(states, axis=1, keepdims=True)
-        if not np.isfinite(lengths[pooled]).all():
-            raise FloatingPointError("the model computed hidden states that are not finite numbers")
-        unit = (states / np.maximum(lengths, np.finfo(np.float32).tiny)).astype("<f4")
-        return tuple(row.tobytes() if wanted else b"" for row, wanted in zip(unit, pooled, strict=True))
 
     def _sample(self, logits: torch.Tensor, rows: Ints) -> _Sampled:
         if not len(rows):

@@ -8,25 +8,7 @@ from numpy.typing import NDArray
 
 from gpu_workers.rows import Ints, PlanError, check_range, int32_columns
 from gpu_workers.sampling import GREEDY_BELOW, Bias, LogitEdit, Penalties, SamplingBatch
-from ipc.codec import pack_floats, pack_ints
-from ipc.messages import NewRow, SamplingSpec
-
-# What a request asks for that is greedy, and asks for nothing else.
-GREEDY = SamplingSpec(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    seed=0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    bias_ids=pack_ints(()),
-    bias_values=pack_floats(()),
-    min_tokens=0,
-    banned_ids=pack_ints(()),
-    logprobs=-1,
-)
+from ipc.engine_messages import NewRow, SamplingSpec
 
 _NO_IDS = np.empty(0, dtype=np.int64)
 

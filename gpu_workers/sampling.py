@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from gpu_workers.noise import uniform
-from ipc.messages import RawLogprobs
+from ipc.engine_messages import RawLogprobs
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy
 NOT_NUMBERS = "the model computed logits that are not numbers (NaN)"

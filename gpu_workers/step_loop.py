@@ -8,9 +8,10 @@ import msgspec
 
 from gpu_workers.rows import PlanError
 from gpu_workers.runner import Runner
-from ipc.channels import BlockingDealer, LinkError
+from ipc.channels import BlockingDealer
 from ipc.control import in_a_line
-from ipc.messages import StepFailed, StepPlan, ToWorker
+from ipc.engine_messages import StepFailed, StepPlan, ToWorker
+from ipc.sessions import LinkError
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,6 @@ def _carry_out(runner: Runner, plan: StepPlan, link: BlockingDealer[ToWorker]) -
     except Exception as error:
         log.debug("where the step failed", exc_info=True)
         # Without it, the scheduler could not tell this from a death that the requests have nothing to do with.
-        link.send(StepFailed(plan.step))
+        link.send(StepFailed())
         time.sleep(_SENDING_SECONDS)
         raise _StepError(in_a_line(error)) from error

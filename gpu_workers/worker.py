@@ -13,13 +13,12 @@ from gpu_workers.backends import make_backend
 from gpu_workers.comm import make_comm
 from gpu_workers.grammars import Grammars
 from gpu_workers.runner import Runner
-from gpu_workers.sampler_state import GREEDY
 from gpu_workers.step_loop import run_plans
 from gpu_workers.weights.loader import load_model
 from ipc.channels import BlockingDealer
 from ipc.codec import Decoder, pack_ints
 from ipc.control import Control, StartError
-from ipc.messages import NewRow, StepPlan, ToWorker, WorkerReady
+from ipc.engine_messages import NewRow, SamplingSpec, StepPlan, ToWorker, WorkerReady
 
 _WARM_UP_TOKENS = 16
 
@@ -85,7 +84,7 @@ class Worker:
         n = min(_WARM_UP_TOKENS, blocks * block_size - 1, longest - 1)
         if n < 1:
             return
-        row = NewRow(0, pack_ints([0] * n), n, pack_ints(range(blocks)), GREEDY)
+        row = NewRow(0, pack_ints([0] * n), n, pack_ints(range(blocks)), SamplingSpec())
         runner.execute(StepPlan(0, (row,), b"", b"", pack_ints((0, 0, n, 1))))
         runner.execute(StepPlan(1, (), b"", b"", pack_ints((0, n, 1, 1))))
 

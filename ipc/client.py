@@ -278,10 +278,13 @@ class AsyncClient:
 
         The prompt is checked by the engine, whose answer to a bad one has the same form.
         """
-        return self._send(prompt, params, "", options)
+        return self._send(prompt, params, None, options)
 
-    async def embed(self, prompt: Prompt, pooling: Pooling = "last", **options: Unpack[RequestOptions]) -> Finished:
-        """Ask for an embedding: its `embedding` is float32, of length 1. Raises `RequestFailed`."""
+    async def embed(self, prompt: Prompt, pooling: Pooling = "", **options: Unpack[RequestOptions]) -> Finished:
+        """Ask for an embedding: its `embedding` is float32, of length 1. Raises `RequestFailed`.
+
+        `pooling`: "last", "mean" or "cls"; empty: what the server found right for its model.
+        """
         stream = self._send(prompt, EMBEDDING_PARAMS, pooling, options)
         try:
             async for items in stream:
@@ -292,7 +295,8 @@ class AsyncClient:
             stream.abort()
         raise asyncio.CancelledError  # aborted by somebody else
 
-    def _send(self, prompt: Prompt, params: SamplingParams, pooling: Pooling, options: RequestOptions) -> Stream:
+    def _send(self, prompt: Prompt, params: SamplingParams, pooling: Pooling | None, options: RequestOptions) -> Stream:
+        """`pooling`: None for a generation, else see `embed`."""
         ready = [link for link in self._links if link.model is not None]
         request_id = next(self._ids)
         stream = Stream(request_id, params.n, self._abort)
@@ -305,12 +309,13 @@ class AsyncClient:
             # Also of values whose type is wrong: the engine would take the whole connection for broken.
             validate_params(params, link.model)
             validate_options(**options)
-            if pooling:
+            if pooling is not None:
+                pooling = pooling or link.model.pooling
                 check_pooling(pooling, params)
         except InvalidRequest as error:
             stream._put(Failed(request_id, 400, error.message, "invalid_request_error", error.param, error.code))
             return stream
-        if not link.dealer.send(Generate(request_id, prompt, params, pooling=pooling, **options)):
+        if not link.dealer.send(Generate(request_id, prompt, params, pooling=pooling or "", **options)):
             stream._put(_unavailable(request_id, "the engine takes no more requests"))
             return stream
         link.streams[request_id] = stream
@@ -449,8 +454,8 @@ class Client:
         """See `AsyncClient.detokenize`."""
         return self._call(self._client.detokenize(token_ids))
 
-    def embed(self, prompt: Prompt, pooling: Pooling = "last", **options: Unpack[RequestOptions]) -> Finished:
-        """Ask for an embedding and wait for it: its `embedding` is float32, of length 1. Raises `RequestFailed`."""
+    def embed(self, prompt: Prompt, pooling: Pooling = "", **options: Unpack[RequestOptions]) -> Finished:
+        """Ask for an embedding and wait for it: see `AsyncClient.embed`."""
         return self._call(self._client.embed(prompt, pooling, **options))
 
     def close(self) -> None:

@@ -50,8 +50,6 @@ class Progress(Struct, tag=True, frozen=True):
 class Ready(Struct, tag=True, frozen=True):
     """This process can do its work."""
 
-    detail: str = ""
-
 
 class StartFailed(Struct, tag=True, frozen=True):
     """This process cannot start; `message` is a paragraph for a person, not a traceback."""
@@ -128,9 +126,9 @@ class Control:
     def stage(self, name: str, fraction: float | None = None) -> None:
         self.report(Progress(name, fraction))
 
-    def ready(self, detail: str = "") -> None:
+    def ready(self) -> None:
         self.is_ready = True
-        self.report(Ready(detail))
+        self.report(Ready())
 
     def watch(self) -> None:
         """Read the order pipe in a thread of its own; end the process when the launcher is gone."""

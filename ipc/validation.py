@@ -21,6 +21,7 @@ from .messages import (
     Grammar,
     GrammarKind,
     ModelInfo,
+    Pooling,
     SamplingParams,
     TextPrompt,
     Tokenize,
@@ -61,7 +62,7 @@ MAX_TOOL_CALLS = 128  # of one message
 MAX_TOOL_CALL_ID = 256  # characters
 MAX_TEMPLATE_KWARGS_BYTES = 16 << 10  # as JSON
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-POOLINGS = ("last",)
+POOLINGS = tuple(filter(None, get_args(Pooling)))
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _INT64 = 1 << 63

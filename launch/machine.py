@@ -18,18 +18,15 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number just below 2**63
 
 def look_around(root: Path = Path("/")) -> Machine:
     """The facts that `config.resolve` decides by."""
-    memory = psutil.virtual_memory()
-    total, available = memory.total, memory.available
+    available = psutil.virtual_memory().available
     cpus = _core_cpus(root)
     cores = float(len(cpus))
     for limit, used in _memory_limits(root):
-        total = min(total, limit)
         available = min(available, max(0, limit - used))
     for quota in _cpu_quotas(root):
         cores = min(cores, quota)
     return Machine(
         cores=max(1, math.floor(cores)),
-        memory_total=total,
         memory_available=available,
         cpu_features=_cpu_features(root),
         gpus=count_gpus(root),

@@ -3,7 +3,8 @@
 from array import array
 
 from config.schema import SchedulerConfig
-from ipc.messages import Failed, Submit
+from ipc.engine_messages import Submit
+from ipc.messages import Failed
 from scheduler_proc.admission import Outages, TtftPredictor, retry_after
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.planner import Planner

@@ -12,18 +12,9 @@ from dataclasses import dataclass, field
 
 from config.schema import SchedulerConfig
 from ipc.codec import pack_int64s, pack_ints, unpack_ints
-from ipc.messages import (
-    Failed,
-    FinishReason,
-    NewRow,
-    RawLogprobs,
-    RowOutput,
-    Stats,
-    StepOutputs,
-    StepPlan,
-    StepResult,
-    Submit,
-)
+from ipc.engine_messages import NewRow, RawLogprobs, RowOutput, StepOutputs, StepPlan, StepResult, Submit
+from ipc.messages import Failed, FinishReason
+from ipc.stats_messages import Stats
 from scheduler_proc.admission import Outages, TtftPredictor
 from scheduler_proc.batching import BatchGate, Batching
 from scheduler_proc.checks import Checks

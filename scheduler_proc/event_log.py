@@ -28,7 +28,8 @@ from msgspec import Struct
 from config.event_log_file import IN_THE_WAY, MAGIC, is_replaceable
 from config.schema import SchedulerConfig
 from ipc.codec import unpack_int64s, unpack_ints
-from ipc.messages import Failed, PromptScores, RowFailure, RowOutput, SamplingSpec, StepOutputs, StepPlan, StepResult
+from ipc.engine_messages import PromptScores, RowFailure, RowOutput, SamplingSpec, StepOutputs, StepPlan, StepResult
+from ipc.messages import Failed
 from scheduler_proc.events import (
     Aborted,
     Arrived,
@@ -56,7 +57,6 @@ _MASK = 0x7FFFFFFF
 
 _encode = msgspec.msgpack.Encoder().encode
 # Planning does not look at it.
-_NO_SAMPLING = SamplingSpec(0.0, 0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, b"", b"", 0, b"", -1)
 
 
 class EventLogError(Exception):
@@ -256,7 +256,7 @@ class Recorder:
             submit,
             token_ids=self._hide_prompt(chain, submit.token_ids),
             stop_token_ids=b"",
-            sampling=_NO_SAMPLING,
+            sampling=SamplingSpec(),
             namespace=self._hide_name(submit.namespace),
             external_id=self._hide_name(submit.external_id),
             tenant=self._hide_name(submit.tenant),

@@ -6,7 +6,7 @@ them as they are.
 
 from msgspec import Struct
 
-from ipc.messages import StepOutputs, StepPlan, StepResult, Submit
+from ipc.engine_messages import StepOutputs, StepPlan, StepResult, Submit
 
 
 class Arrived(Struct, frozen=True, gc=False, tag=True, array_like=True):

@@ -14,7 +14,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Literal
 
-from ipc.messages import CachedPrefix, EngineDetails, LiveRequest
+from ipc.stats_messages import CachedPrefix, EngineDetails, LiveRequest
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.radix_tree import Node
 from scheduler_proc.request import Request

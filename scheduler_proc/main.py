@@ -14,20 +14,22 @@ from collections import deque
 import uvloop
 
 from config.schema import ChildSpec
-from ipc.channels import AsyncRouter, LinkError, StatsPublisher
+from ipc.channels import AsyncRouter
 from ipc.codec import Decoder
 from ipc.control import Control, Drain, Order, StartError, Unresponsive, end_on_error
-from ipc.messages import (
+from ipc.engine_messages import (
     AbortRequests,
     FromWorker,
     SchedulerReady,
     StepFailed,
-    StopAt,
+    StopRequest,
     Submit,
     TokenizerHello,
     ToScheduler,
     WorkerReady,
 )
+from ipc.sessions import LinkError
+from ipc.stats_channel import StatsPublisher
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.event_log import Header, Recorder, create
 from scheduler_proc.events import (
@@ -202,7 +204,7 @@ class Scheduler:
                 self._handle(Arrived(now, peer, message))
             case AbortRequests(request_ids):
                 self._handle(Aborted(now, peer, request_ids))
-            case StopAt(request_id):
+            case StopRequest(request_id):
                 self._handle(Stopped(now, peer, request_id))
             case TokenizerHello():
                 self._greeted.add(peer)

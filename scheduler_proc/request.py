@@ -3,7 +3,7 @@
 from array import array
 from enum import Enum, auto
 
-from ipc.messages import SamplingSpec, Submit
+from ipc.engine_messages import SamplingSpec, Submit
 from scheduler_proc.loops import LoopDetector
 from scheduler_proc.radix_tree import Node
 
@@ -130,8 +130,10 @@ class Request:
         """Leading tokens whose KV may come from the cache.
 
         At least the last token is computed anew, since the next one is sampled from its logits; and each one that tells
-        a log-probability of the prompt that is not known yet.
+        a log-probability of the prompt that is not known yet, or whose hidden state is a part of an embedding.
         """
+        if self.pooling in ("mean", "cls"):
+            return 0
         last = len(self.tokens) - 1
         return min(last, self.num_scored) if self.is_scoring else last
 

@@ -23,15 +23,8 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from ipc.codec import pack_ints, unpack_floats, unpack_ints
-from ipc.messages import (
-    Delta,
-    Finished,
-    FinishReason,
-    PositionLogprobs,
-    RawLogprobs,
-    RowOutput,
-    SamplingParams,
-)
+from ipc.engine_messages import RawLogprobs, RowOutput
+from ipc.messages import Delta, Finished, FinishReason, PositionLogprobs, SamplingParams
 
 from .prompt_report import name_token
 from .stops import StopMatcher
@@ -55,7 +48,7 @@ class Progress(Struct):
 
     delta: Delta | None = None
     finished: Finished | None = None
-    stop_at: int | None = None  # tokens after which a stop string was complete, when the scheduler must be told
+    stops_early: bool = False  # at a stop string, of which the scheduler must be told
 
 
 class Choice:
@@ -99,7 +92,7 @@ class Choice:
             return Progress(self._to_delta(shown, _pack_id(token_id), ()))
         self._pending.append(_Pending(token_id, start, self._num_chars, None))
         if self._matcher.matched is not None:
-            return self._end("stop", self._matcher.matched, [shown], stop_at=True)
+            return self._end("stop", self._matcher.matched, [shown], stops_early=True)
         return Progress(self._delta(shown))
 
     def take(self, row: RowOutput) -> Progress:
@@ -120,7 +113,7 @@ class Choice:
             else:
                 shown.append(self._add(token_id, raw))
             if self._matcher.matched is not None:
-                return self._end("stop", self._matcher.matched, shown, stop_at=row.finish is None)
+                return self._end("stop", self._matcher.matched, shown, stops_early=row.finish is None)
         if row.finish is None:
             return Progress(delta=self._delta("".join(shown)))
         shown.append(self._show(self._detokenizer.flush(), searched=self._num_tokens > self._params.min_tokens))
@@ -177,7 +170,7 @@ class Choice:
         return Delta(self._request_id, self._index, text, token_ids, logprobs, self._in_reasoning, self._prompt_tokens)
 
     def _end(
-        self, reason: FinishReason, stop_reason: str | int | None, shown: list[str], *, stop_at: bool = False
+        self, reason: FinishReason, stop_reason: str | int | None, shown: list[str], *, stops_early: bool = False
     ) -> Progress:
         delta = None
         text = "".join(shown)
@@ -191,7 +184,7 @@ class Choice:
             ids = pack_ints(token.token_id for token in self._pending)
             delta = self._to_delta(text, ids, tuple(logprobs))
             self._pending.clear()
-        return Progress(delta, self._finished(reason, stop_reason), self._num_tokens if stop_at else None)
+        return Progress(delta, self._finished(reason, stop_reason), stops_early)
 
     def _finished(self, reason: FinishReason, stop_reason: str | int | None, embedding: bytes = b"") -> Finished:
         return Finished(

@@ -7,15 +7,8 @@ from msgspec import Struct
 
 from config.schema import GenerationDefaults
 from ipc.codec import pack_floats, pack_ints
-from ipc.messages import (
-    ChatPrompt,
-    Generate,
-    ModelInfo,
-    SamplingDefaults,
-    SamplingParams,
-    SamplingSpec,
-    Submit,
-)
+from ipc.engine_messages import SamplingSpec, Submit
+from ipc.messages import ChatPrompt, Generate, ModelInfo, SamplingDefaults, SamplingParams
 from ipc.validation import MAX_PROMPT_LOGPROBS, InvalidRequest
 
 from .vocabulary import Vocabulary

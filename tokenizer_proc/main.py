@@ -18,7 +18,8 @@ from config.schema import ChildSpec
 from ipc.channels import AsyncDealer, AsyncRouter
 from ipc.codec import Decoder
 from ipc.control import Control, Drain, Idle, Order, end_on_error
-from ipc.messages import FromScheduler, ModelInfo, SchedulerReady, TokenizerHello, ToTokenizer
+from ipc.engine_messages import FromScheduler, SchedulerReady, TokenizerHello
+from ipc.messages import ModelInfo, ToTokenizer
 
 from .encoding import PromptEncoder
 from .grammars import GrammarCompiler
@@ -39,6 +40,7 @@ class Tokenizer:
     def __init__(self, spec: ChildSpec, control: Control, vocabulary: Vocabulary) -> None:
         max_model_len = spec.config.model.max_model_len
         assert max_model_len is not None  # resolved by the launcher
+        assert spec.config.model.pooling != "auto"
         self._spec = spec
         self._control = control
         self._ready = False
@@ -67,6 +69,7 @@ class Tokenizer:
             spec.config.server.chat_template_kwargs,
             max_queue_requests=spec.config.scheduler.max_queue_requests,
             max_queue_tokens=spec.config.scheduler.max_queue_tokens,
+            pooling=spec.config.model.pooling,
         )
         from_client: Decoder[ToTokenizer] = Decoder(ToTokenizer)
         from_scheduler: Decoder[FromScheduler] = Decoder(FromScheduler)

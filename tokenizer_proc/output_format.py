@@ -1,15 +1,16 @@
 """How a model writes tool calls and reasoning: told by the server's settings, or by the chat template's text."""
 
+from config.markup import HERMES_OPENING, LLAMA3_TAG, MISTRAL_OPENING, REASONING_CLOSING, REASONING_OPENING
+
 _TOOL_MARKS = (  # the first that occurs in a template; a name is that of a parser in `frontend.parsers`
-    ("[TOOL_CALLS]", "mistral"),
-    ("<tool_call>", "hermes"),
-    ("<|python_tag|>", "llama3_json"),
+    (MISTRAL_OPENING, "mistral"),
+    (HERMES_OPENING, "hermes"),
+    (LLAMA3_TAG, "llama3_json"),
     ('"parameters": dictionary of argument name and its value', "llama3_json"),
 )
 # XML inside of <tool_call>, which is another format than Hermes': Qwen3-Coder, GLM-4.5.
 _OTHER_MARKS = ("<function=", "<arg_key>")
-REASONING_OPENING = "<think>"
-_REASONING_MARKS = (REASONING_OPENING, "</think>")
+_REASONING_MARKS = (REASONING_OPENING, REASONING_CLOSING)
 
 
 def tool_format(setting: str, template: str, *, shows_tools: bool) -> tuple[str, str]:

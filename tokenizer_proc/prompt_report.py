@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from ipc.codec import pack_ints, unpack_floats, unpack_ints
-from ipc.messages import Generate, PromptInfo, PromptPosition, PromptScores, TextPrompt, TokenLogprob
+from ipc.engine_messages import PromptScores
+from ipc.messages import Generate, PromptInfo, PromptPosition, TextPrompt, TokenLogprob
 
 from .vocabulary import Vocabulary
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from ipc.channels import LinkError
+from config.markup import REASONING_OPENING
 from ipc.codec import unpack_int64s, unpack_ints
+from ipc.engine_messages import AbortRequests, PromptScores, RowOutput, StepOutputs, StopRequest, ToScheduler
 from ipc.messages import (
     Abort,
-    AbortRequests,
     ChatPrompt,
     Delta,
     Detokenize,
@@ -27,16 +27,12 @@ from ipc.messages import (
     ModelInfo,
     Outputs,
     PromptInfo,
-    PromptScores,
-    RowOutput,
-    StepOutputs,
-    StopAt,
     ToClient,
     Tokenize,
-    ToScheduler,
     ToTokenizer,
     Welcome,
 )
+from ipc.sessions import LinkError
 from ipc.validation import InvalidRequest, validate_generate
 
 from .choice import Choice, Progress
@@ -44,7 +40,6 @@ from .encoding import PromptEncoder
 from .failures import explained, failed
 from .grammars import GrammarCompiler
 from .ingress import Limits, bad_word_ids, prompt_name, submits
-from .output_format import REASONING_OPENING
 from .prompt_report import PromptReport
 from .text_service import TextService
 from .vocabulary import Vocabulary
@@ -83,7 +78,7 @@ class _Outbox:
     def __init__(self) -> None:
         self.items: dict[bytes, list[_Outgoing]] = {}
         self.aborts: list[int] = []
-        self.stops: list[StopAt] = []
+        self.stops: list[StopRequest] = []
 
     def put(self, request: _Request, item: _Outgoing) -> None:
         if request.report is not None and not isinstance(item, Failed):
@@ -401,8 +396,8 @@ class Service:
                 self._expect_late_rows(request_id)
             if not request.choices:
                 self._end(request)
-        if progress.stop_at is not None:
-            outbox.stops.append(StopAt(request_id, progress.stop_at))
+        if progress.stops_early:
+            outbox.stops.append(StopRequest(request_id))
 
     def _broken(self, request: _Request, error: Exception, outbox: _Outbox) -> None:
         """A row that cannot be used fails its request, and no other."""

@@ -1,6 +1,21 @@
-"""Numbers on the command lines of the tools, as types for argparse."""
+"""Command lines of the tools: how their help looks, and types of numbers for argparse."""
 
 import argparse
+from collections.abc import Callable
+
+
+def tool_parser(
+    name: str, description: str | None, epilog: str, *, usage: str | None = None
+) -> argparse.ArgumentParser:
+    """The parser of `python -m tools.NAME`; both texts are printed as they are, and options can't be shortened."""
+    return argparse.ArgumentParser(
+        prog=f"python -m tools.{name}",
+        usage=usage,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def _number(text: str) -> float:
@@ -38,6 +53,18 @@ def count(text: str) -> int:
     if value == 0:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
+
+
+def counts(most: int) -> Callable[[str], list[int]]:
+    """The type of comma-separated numbers from 1 to `most`; an empty text is none of them."""
+
+    def parse(text: str) -> list[int]:
+        numbers = [whole(part) for part in text.split(",") if part]
+        if not all(1 <= number <= most for number in numbers):
+            raise argparse.ArgumentTypeError(f"{text}: each must be from 1 to {most}")
+        return numbers
+
+    return parse
 
 
 def add_numbers(parser: argparse.ArgumentParser, kv_default: str, kv_help: str) -> None:

@@ -1,6 +1,5 @@
 """What the scheduler's own work costs: prefix matching, insertion, eviction, and planning and booking a step."""
 
-import argparse
 import gc
 import os
 import platform
@@ -14,11 +13,12 @@ from time import thread_time_ns as clock
 
 from config.schema import SchedulerConfig
 from ipc.codec import Decoder, encode, pack_ints, unpack_ints
-from ipc.messages import FromWorker, SamplingSpec, StepPlan, StepResult, Submit
+from ipc.engine_messages import FromWorker, SamplingSpec, StepPlan, StepResult, Submit
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.events import Arrived, Command, EngineReady, SendOutputs, SendPlan, StepDone
 from scheduler_proc.eviction import make_eviction
 from scheduler_proc.radix_tree import Node, RadixTree
+from tools.arguments import counts, tool_parser
 
 _EPILOG = """\
 Nothing is computed: the device is a function that answers every plan at once with made-up tokens.
@@ -42,7 +42,6 @@ waiting. Caches and clock rate still depend on the neighbours: look at the load 
 """
 _VOCABULARY = 1 << 16
 _PEER = b"tokenizer"
-_GREEDY = SamplingSpec(0.0, 0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, b"", b"", 0, b"", -1)
 _SHAPES = ("turns", "chunks", "blocks")
 _CHUNK_TOKENS = 512
 _FAMILY = 10  # prompts with the same system prompt
@@ -236,7 +235,7 @@ class StepBench:
         self._carry_out(self.core.handle(EngineReady(0.0)))
         for number in range(running):
             prompt = random_tokens(rng, context - number % block_size)
-            submit = Submit(number, prompt, longest - context, 0, b"", _GREEDY)
+            submit = Submit(number, prompt, longest - context, 0, b"", SamplingSpec())
             self._carry_out(self.core.handle(Arrived(self._time, _PEER, submit)))
 
     def _carry_out(self, commands: Iterable[Command]) -> None:
@@ -310,29 +309,16 @@ def print_table(title: str, header: list[str], rows: Iterable[list[str]]) -> Non
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
 
 
-def counts(text: str) -> list[int]:
-    """Positive numbers, comma-separated."""
-    numbers = [int(part) for part in text.split(",")]
-    if not all(1 <= number <= 4096 for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text}: each must be from 1 to 4096")
-    return numbers
-
-
 def main(argv: list[str] | None = None) -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench_scheduler",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("bench_scheduler", __doc__, _EPILOG)
     parser.add_argument("--only", choices=("tree", "step"), help="one of the two parts (default: both)")
     parser.add_argument("--blocks", type=int, default=100_000, help="blocks in the tree (default: 100000)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (default: 16)")
     parser.add_argument("--context", type=int, default=8000, help="tokens of a prompt (default: 8000)")
     parser.add_argument("--repeats", type=int, default=2000, help="prompts matched per shape (default: 2000)")
     parser.add_argument(
-        "--running", type=counts, default=[1, 64, 256, 1024], help="running requests (default: 1,64,256,1024)"
+        "--running", type=counts(4096), default=[1, 64, 256, 1024], help="running requests (default: 1,64,256,1024)"
     )
     parser.add_argument("--steps", type=int, default=400, help="steps measured per number (default: 400)")
     arguments = parser.parse_args(argv)

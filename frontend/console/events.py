@@ -5,7 +5,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from config.schema import ChildSpec
-from ipc.messages import CachedPrefix, EngineDetails, LiveRequest
+from ipc.stats_messages import CachedPrefix, EngineDetails, LiveRequest
 
 from ..service import Service
 from ..streaming import ClientGone, EventStream

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from msgspec import Struct
 
-from ipc.messages import Stats
+from ipc.stats_messages import Stats
 
 from ..errors import ApiError
 from ..metrics import block_counts

@@ -13,13 +13,14 @@ from frontend.pieces import OutputParser, Piece, Text
 
 if TYPE_CHECKING:
     from .calls import CallParser
+    from .think import ThinkParser
 
 TOOL_PARSERS = {  # module and class, by the name of the format
     "hermes": ("hermes", "HermesParser"),
     "llama3_json": ("llama3_json", "Llama3JsonParser"),
     "mistral": ("mistral", "MistralParser"),
 }
-REASONING_PARSERS = ("think",)
+REASONING_PARSERS = {"think": ("think", "ThinkParser")}
 
 # What a grammar holds to the format: nothing, each call once it has begun, or all of the output, which is calls alone.
 Enforced = Literal["", "calls", "output"]
@@ -39,6 +40,13 @@ def call_parser(name: str) -> "type[CallParser]":
     """The parser of a format of tool calls."""
     module, class_name = TOOL_PARSERS[name]
     found: type[CallParser] = getattr(import_module(f"{__name__}.{module}"), class_name)
+    return found
+
+
+def reasoning_parser(name: str) -> "type[ThinkParser]":
+    """Likewise, of a format of reasoning."""
+    module, class_name = REASONING_PARSERS[name]
+    found: type[ThinkParser] = getattr(import_module(f"{__name__}.{module}"), class_name)
     return found
 
 
@@ -62,16 +70,12 @@ class OutputFormat(Struct, frozen=True):
         if self.tools:
             parser = call_parser(self.tools)(self.names, self.most_calls, self.enforced)
         if self.reasoning:
-            from .think import ThinkParser
-
-            parser = ThinkParser(parser)
+            parser = reasoning_parser(self.reasoning)(parser)
         return parser
 
     def markup(self) -> tuple[str, ...]:
         """Texts that mark an output up. Those that are special tokens must be shown for the parser to see them."""
         marks: tuple[str, ...] = call_parser(self.tools).markup if self.tools else ()
         if self.reasoning:
-            from .think import MARKUP
-
-            marks += MARKUP
+            marks += reasoning_parser(self.reasoning).markup
         return marks

@@ -5,23 +5,23 @@ Source: github.com/NousResearch/Hermes-Function-Calling, and the chat template o
 
 from collections.abc import Mapping, Sequence
 
+from config.markup import HERMES_CLOSING, HERMES_OPENING
+
 from .calls import CallParser, Script
 from .grammar import call_rules, calls_in_text, literal, mark, repeated
-
-_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(CallParser):
     """Text and calls in any order."""
 
-    markup = (_OPENING, _CLOSING)
+    markup = (HERMES_OPENING, HERMES_CLOSING)
 
     @classmethod
     def grammar(cls, tools: Mapping[str, str], special: Mapping[str, int], *, most: int) -> str:
         line = literal("\n")
         return (
             f"start: one{repeated(line, most)}\n"
-            f"one: {mark(_OPENING, special)} {line} call {line} {mark(_CLOSING, special)}\n"
+            f"one: {mark(HERMES_OPENING, special)} {line} call {line} {mark(HERMES_CLOSING, special)}\n"
             + call_rules(tools, "arguments")
         )
 
@@ -31,14 +31,14 @@ class HermesParser(CallParser):
     ) -> str:
         line = literal("\n")
         return (
-            calls_in_text(_OPENING, special, most=most, marks=marks)
-            + f"one: {line} call {line} {mark(_CLOSING, special)}\n"
+            calls_in_text(HERMES_OPENING, special, most=most, marks=marks)
+            + f"one: {line} call {line} {mark(HERMES_CLOSING, special)}\n"
             + call_rules(tools, "arguments")
         )
 
     def _format(self) -> Script[None]:
-        while (yield from self._text_until(_OPENING)):
+        while (yield from self._text_until(HERMES_OPENING)):
             space = yield from self._white_space()
-            if (yield from self._call(_OPENING + space)):
+            if (yield from self._call(HERMES_OPENING + space)):
                 yield from self._white_space()
-                yield from self._skip_mark(_CLOSING)
+                yield from self._skip_mark(HERMES_CLOSING)

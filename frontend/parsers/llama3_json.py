@@ -6,17 +6,18 @@ Source: Meta's prompt formats for Llama 3.1 (JSON based tool calling) and the ch
 
 from collections.abc import Mapping, Sequence
 
+from config.markup import LLAMA3_TAG
+
 from .calls import CallParser, Script
 from .grammar import call_rules, free_text, literal, mark, repeated
 
-_TAG = "<|python_tag|>"
 _SPACE = r"[\s\x1c-\x1f]"  # what Python calls white space
 
 
 class Llama3JsonParser(CallParser):
     """An object at the beginning is a call only with parameters and the name of one of the request's functions."""
 
-    markup = (_TAG,)
+    markup = (LLAMA3_TAG,)
     marked = False
 
     @classmethod
@@ -28,11 +29,11 @@ class Llama3JsonParser(CallParser):
         cls, tools: Mapping[str, str], special: Mapping[str, int], *, most: int | None, marks: Sequence[str]
     ) -> str:
         """Nothing but its form tells a call from JSON, so what begins as an object is one."""
-        tagged = f" | TEXT? {mark(_TAG, special)} calls" if _TAG in special else ""
+        tagged = f" | TEXT? {mark(LLAMA3_TAG, special)} calls" if LLAMA3_TAG in special else ""
         return (
             f"start: calls | TEXT?{tagged}\n"
             + f"calls: call{repeated(literal('; '), most, 'call')}\n"
-            + free_text(_TAG, begin=rf"{_SPACE}*[^\s\x1c-\x1f{{]")
+            + free_text(LLAMA3_TAG, begin=rf"{_SPACE}*[^\s\x1c-\x1f{{]")
             + call_rules(tools, "parameters")
         )
 
@@ -40,9 +41,9 @@ class Llama3JsonParser(CallParser):
         self._say((yield from self._white_space()))
         if self._char == "{":
             yield from self._calls_in_a_row("", unmarked=True)
-        while (yield from self._text_until(_TAG)):
+        while (yield from self._text_until(LLAMA3_TAG)):
             space = yield from self._white_space()
-            yield from self._calls_in_a_row(_TAG + space, unmarked=False)
+            yield from self._calls_in_a_row(LLAMA3_TAG + space, unmarked=False)
 
     def _calls_in_a_row(self, before: str, *, unmarked: bool) -> Script[None]:
         while (yield from self._call(before, unmarked=unmarked)):

@@ -8,10 +8,11 @@ import secrets
 import string
 from collections.abc import Mapping, Sequence
 
+from config.markup import MISTRAL_ARGUMENTS, MISTRAL_OPENING
+
 from .calls import CallParser, Script
 from .grammar import arguments_name, call_rules, calls_in_text, literal, mark, repeated
 
-_OPENING, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 _NAME = frozenset(string.ascii_letters + string.digits + "_-.")
 _ID = string.ascii_letters + string.digits
 _ID_LENGTH = 9
@@ -20,12 +21,13 @@ _ID_LENGTH = 9
 class MistralParser(CallParser):
     """Text, then calls."""
 
-    markup = (_OPENING, _ARGUMENTS)
+    markup = (MISTRAL_OPENING, MISTRAL_ARGUMENTS)
 
     @classmethod
     def grammar(cls, tools: Mapping[str, str], special: Mapping[str, int], *, most: int) -> str:
         return (
-            f"start: {mark(_OPENING, special)} {literal('[')} one{repeated(literal(', '), most)} {literal(']')}\n"
+            f"start: {mark(MISTRAL_OPENING, special)} {literal('[')} "
+            f"one{repeated(literal(', '), most)} {literal(']')}\n"
             f"one: call\n" + call_rules(tools, "arguments")
         )
 
@@ -33,22 +35,24 @@ class MistralParser(CallParser):
     def free_grammar(
         cls, tools: Mapping[str, str], special: Mapping[str, int], *, most: int | None, marks: Sequence[str]
     ) -> str:
-        named = (f"{literal(name)} {mark(_ARGUMENTS, special)}? {arguments_name(at)}" for at, name in enumerate(tools))
+        named = (
+            f"{literal(name)} {mark(MISTRAL_ARGUMENTS, special)}? {arguments_name(at)}" for at, name in enumerate(tools)
+        )
         listed = f"{literal('[')} call{repeated(literal(', '), most, 'call')} {literal(']')}"
         return (
-            calls_in_text(_OPENING, special, most=most, marks=marks)
+            calls_in_text(MISTRAL_OPENING, special, most=most, marks=marks)
             + f"one: {literal(' ')}? {listed} | named\n"
             + f"named: {' | '.join(named)}\n"
             + call_rules(tools, "arguments")
         )
 
     def _format(self) -> Script[None]:
-        while (yield from self._text_until(_OPENING)):
+        while (yield from self._text_until(MISTRAL_OPENING)):
             space = yield from self._white_space()
             if self._char == "[":
-                yield from self._list(_OPENING + space)
+                yield from self._list(MISTRAL_OPENING + space)
             else:
-                yield from self._named(_OPENING + space)
+                yield from self._named(MISTRAL_OPENING + space)
 
     def _list(self, before: str) -> Script[None]:
         while True:
@@ -72,7 +76,7 @@ class MistralParser(CallParser):
         if not name:
             self._give_up(before)
             return
-        for expected in _ARGUMENTS if self._char == "[" else "":
+        for expected in MISTRAL_ARGUMENTS if self._char == "[" else "":
             if self._char != expected:
                 self._give_up(before)
                 return

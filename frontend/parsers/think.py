@@ -3,14 +3,16 @@
 Some chat templates end the prompt with the opening tag; then all is reasoning up to the closing one.
 """
 
-from frontend.pieces import OutputParser, Piece, Reasoning
+from typing import ClassVar
 
-_OPENING, _CLOSING = "<think>", "</think>"
-MARKUP = (_OPENING, _CLOSING)
+from config.markup import REASONING_CLOSING, REASONING_OPENING
+from frontend.pieces import OutputParser, Piece, Reasoning
 
 
 class ThinkParser(OutputParser):
     """Reasoning, without the white space around it; what follows is for another parser."""
+
+    markup: ClassVar[tuple[str, ...]] = (REASONING_OPENING, REASONING_CLOSING)
 
     def __init__(self, answer: OutputParser) -> None:
         """`answer` parses what follows the reasoning."""
@@ -42,11 +44,11 @@ class ThinkParser(OutputParser):
 
     def _look_for_opening(self) -> list[Piece]:
         self._skip_white_space()
-        while self._held.startswith(_OPENING):
+        while self._held.startswith(REASONING_OPENING):
             self._state = "opened"
-            self._held = self._held[len(_OPENING) :]
+            self._held = self._held[len(REASONING_OPENING) :]
             self._skip_white_space()
-        undecided = _OPENING.startswith(self._held)
+        undecided = REASONING_OPENING.startswith(self._held)
         if self._state == "before":
             return [] if undecided else self._go_on_with_answer()
         self._gap = []
@@ -62,10 +64,10 @@ class ThinkParser(OutputParser):
             self._held = rest
 
     def _look_for_closing(self) -> list[Piece]:
-        text, closing, rest = self._held.partition(_CLOSING)
+        text, closing, rest = self._held.partition(REASONING_CLOSING)
         if not closing:
-            at = text.rfind(_CLOSING[0])
-            if at >= 0 and _CLOSING.startswith(text[at:]):
+            at = text.rfind(REASONING_CLOSING[0])
+            if at >= 0 and REASONING_CLOSING.startswith(text[at:]):
                 text, rest = text[:at], text[at:]
         self._held = rest
         shown = text.rstrip()

@@ -7,9 +7,7 @@ quantized in groups of 32.
 A row's operations never depend on the other rows, so its bits are the same alone and in any batch.
 """
 
-import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,14 +15,17 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from gpu_workers.backend import Backend, Compiled, LoadedWeight
+from gpu_workers.backend import Backend, LoadedWeight
+from gpu_workers.backends.native_batch import FlatBatch
 from gpu_workers.backends.native_kv import NativeHostKV, NativeKV, zeroed_bytes
+from gpu_workers.backends.native_program import Program, Replay, known_ids
+from gpu_workers.backends.native_recording import Recording, Value
 from gpu_workers.batch import ForwardBatch
 from gpu_workers.comm import Comm
 from gpu_workers.noise import uniform
-from gpu_workers.prepare import PreparedStep, prepare
-from gpu_workers.rows import Ints, Rows
-from gpu_workers.sampling import GREEDY_BELOW, NOT_NUMBERS, SamplingBatch
+from gpu_workers.prepare import PreparedStep
+from gpu_workers.rows import Rows
+from gpu_workers.sampling import GREEDY_BELOW, SamplingBatch
 from gpu_workers.weights.quantized import QuantizedWeight, cat
 from ipc.control import StartError
 from kernels.cpu.library import (
@@ -32,97 +33,15 @@ from kernels.cpu.library import (
     FLAG_LOGITS_ROWS,
     GATED_COLUMNS,
     AttentionSizes,
-    BufferShape,
     Code,
-    Codes,
     Engine,
     Kind,
-    KnownRows,
     KvType,
-    Op,
     PackedWeight,
     Sampling,
-    Step,
-    flatten,
     kv_block_bytes,
     load,
 )
-
-
-@dataclass(slots=True, frozen=True)
-class Value:
-    """An op's result in a recording: a buffer, until the next op that writes there."""
-
-    buffer: int
-    version: int
-    logits_rows: bool = False
-
-
-@dataclass(slots=True, frozen=True)
-class _Exchange:
-    """Between two runs of operations: the ranks add up a buffer."""
-
-    buffer: int
-    width: int
-    comm: Comm
-
-
-@dataclass(slots=True)
-class _Buffer:
-    width: int
-    quantizes: bool  # whether what writes there gives codes, too
-    version: int = 0
-    codes: Codes = Codes.NONE
-
-
-class _Recording:
-    """The operations of a forward. Each kind of op has a buffer for each width, which its next use overwrites."""
-
-    def __init__(self) -> None:
-        self.parts: list[list[Op] | _Exchange] = [[]]
-        self.buffers: list[_Buffer] = []
-        self._by_purpose: dict[tuple[str, int], int] = {}
-        self.vocab_size = 0
-        self._head = 0
-
-    def output(self, purpose: str, width: int, quantizes: bool = False) -> Value:
-        """A place for a result; whatever was in it is gone. `quantizes`: the op that writes there can give codes."""
-        index = self._by_purpose.setdefault((purpose, width), len(self.buffers))
-        if index == len(self.buffers):
-            self.buffers.append(_Buffer(width, quantizes))
-        self.buffers[index].version += 1
-        return Value(index, self.buffers[index].version)
-
-    def use(self, value: Value, codes: Codes = Codes.NONE) -> int:
-        """The number of a buffer that is read or written; `codes`: the form that is needed besides float32."""
-        buffer = self.buffers[value.buffer]
-        if value.version != buffer.version:
-            raise RuntimeError("the model's forward uses a result after the next op of its kind has overwritten it")
-        if codes and not buffer.quantizes:
-            raise RuntimeError("a quantized weight can only be multiplied with what a norm, an MLP or attention gives")
-        buffer.codes |= codes
-        return value.buffer
-
-    def add(self, code: Code, **fields: Any) -> None:
-        part = self.parts[-1]
-        assert isinstance(part, list)
-        part.append(Op(code=code, **fields))
-
-    def begin_head(self) -> None:
-        """What follows may be run again for other rows; in it the ranks exchange nothing."""
-        part = self.parts[-1]
-        assert isinstance(part, list)
-        self._head = len(part)
-
-    @property
-    def head(self) -> list[Op]:
-        """The operations of the head, which is the end of the last part."""
-        part = self.parts[-1]
-        assert isinstance(part, list)
-        return part[self._head :]
-
-    def exchange(self, value: Value, comm: Comm) -> None:
-        self.parts += [_Exchange(self.use(value), self.buffers[value.buffer].width, comm), []]
 
 
 class NativeCpuBackend(Backend):
@@ -154,8 +73,8 @@ class NativeCpuBackend(Backend):
         self.takes_quantized = quantized
         self.kv_dtype = kv_dtype
         self._kv_type = KvType[kv_dtype.upper()]
-        self._recording: _Recording | None = None
-        self._flat: _FlatBatch | None = None
+        self._recording: Recording | None = None
+        self._flat: FlatBatch | None = None
         self._cos = self._sin = torch.empty(0)
         self._num_heads = 0
 
@@ -232,7 +151,7 @@ class NativeCpuBackend(Backend):
         }
         pointers = {name: values.ctypes.data for name, values in settings.items()}
         self._engine.sample(Sampling(*logits.shape, logits=logits.data_ptr(), **pointers))
-        return _known(ids)
+        return known_ids(ids)
 
     # --- recording ---------------------------------------------------------------------------------------------------
 
@@ -240,7 +159,7 @@ class NativeCpuBackend(Backend):
         if not scheduled:
             return None
         if self._flat is None or self._flat.rows is not rows:
-            self._flat = _FlatBatch(self._library, rows)
+            self._flat = FlatBatch(self._library, rows)
         return self._flat.fill(scheduled)
 
     def compile(
@@ -248,8 +167,8 @@ class NativeCpuBackend(Backend):
         body: Callable[[Any, NativeKV], Any],
         select: Callable[[Any, Any], Value],
         head: Callable[[Value], Value],
-    ) -> "_Replay":
-        return _Replay(lambda batch, kv: self._recorded(body, select, head, batch, kv))
+    ) -> "Replay":
+        return Replay(lambda batch, kv: self._recorded(body, select, head, batch, kv))
 
     def _recorded(
         self,
@@ -258,8 +177,8 @@ class NativeCpuBackend(Backend):
         head: Callable[[Value], Value],
         batch: Any,
         kv: NativeKV,
-    ) -> "_Program":
-        self._recording = _Recording()
+    ) -> "Program":
+        self._recording = Recording()
         try:
             values = body(batch, kv)
             self._recording.begin_head()
@@ -269,7 +188,7 @@ class NativeCpuBackend(Backend):
         finally:
             self._recording = None
 
-    def _program(self, recording: _Recording, states: Value, kv: NativeKV) -> "_Program":
+    def _program(self, recording: Recording, states: Value, kv: NativeKV) -> "Program":
         sizes = AttentionSizes(
             num_heads=self._num_heads,
             num_kv_heads=kv.num_kv_heads,
@@ -281,10 +200,10 @@ class NativeCpuBackend(Backend):
             sin=self._sin.data_ptr(),
             kv=kv.pool.ctypes.data,
         )
-        return _Program(self._engine, recording, recording.use(states), sizes, kv)
+        return Program(self._engine, recording, recording.use(states), sizes, kv)
 
     @property
-    def _record(self) -> _Recording:
+    def _record(self) -> Recording:
         if self._recording is None:
             raise RuntimeError("ops of this backend are recorded inside `compile` only")
         return self._recording
@@ -353,189 +272,6 @@ class NativeCpuBackend(Backend):
     def all_reduce(self, x: Value, comm: Comm) -> Value:
         self._record.exchange(x, comm)
         return x
-
-
-class _FlatBatch:
-    """The batch of a step, written into the same memory again and again by native code."""
-
-    def __init__(self, library: ctypes.CDLL, rows: Rows) -> None:
-        self._library = library
-        self.rows = rows
-        self._known = KnownRows(
-            max_seqs=rows.max_seqs,
-            max_model_len=rows.max_model_len,
-            max_blocks=rows.max_blocks,
-            block_size=rows.block_size,
-            tokens=rows.tokens.ctypes.data,
-            num_tokens=rows.num_tokens.ctypes.data,
-            block_tables=rows.block_tables.ctypes.data,
-            num_blocks=rows.num_blocks.ctypes.data,
-            in_use=rows.in_use.ctypes.data,
-        )
-        self.step = Step()
-        self._sequences = {
-            name: np.zeros(rows.max_seqs + 1, dtype=np.int64)
-            for name in ("query_starts", "context_lens", "table_rows", "logits_rows")
-        }
-        self._tokens: dict[str, NDArray[np.int64]] = {}
-        for name, array in self._sequences.items():
-            setattr(self.step, name, array.ctypes.data)
-        self._grow(rows.max_seqs)
-
-    def _grow(self, capacity: int) -> None:
-        self._capacity = capacity
-        for name in ("token_ids", "positions", "slots"):
-            self._tokens[name] = np.zeros(capacity, dtype=np.int64)
-            setattr(self.step, name, self._tokens[name].ctypes.data)
-
-    def fill(self, scheduled: bytes) -> PreparedStep:
-        """Raises `PlanError`."""
-        tokens = -1
-        if len(scheduled) % 16 == 0:
-            tokens = flatten(self._library, self._known, scheduled, self._capacity, self.step)
-            if tokens > self._capacity:
-                self._grow(tokens)
-                tokens = flatten(self._library, self._known, scheduled, self._capacity, self.step)
-        if tokens < 0:
-            prepare(self.rows, scheduled, torch.device("cpu"))  # which says what is wrong
-            raise MemoryError("the CPU kernels could not allocate the memory they need")
-        return PreparedStep(self.step, self._sampling_rows(scheduled))
-
-    def _sampling_rows(self, scheduled: bytes) -> Ints:
-        columns = np.frombuffer(scheduled, dtype="<i4").reshape(-1, 4)
-        rows = columns[:, 0]
-        return rows if self.step.rows == len(rows) else rows[columns[:, 3] == 1]
-
-
-class _Replay(Compiled):
-    """A forward that is recorded when it is first run, or run with another pool, and then replayed."""
-
-    def __init__(self, record: Callable[[Any, NativeKV], "_Program"]) -> None:
-        self._record = record
-        self._program: _Program | None = None
-
-    def _program_for(self, batch: Any, kv: NativeKV) -> "_Program":
-        if self._program is None or self._program.kv is not kv:
-            self._program = self._record(batch, kv)
-        return self._program
-
-    def __call__(self, batch: Step | ForwardBatch, kv: NativeKV) -> torch.Tensor:
-        return self._program_for(batch, kv).logits(batch)
-
-    def more_logits(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
-        if self._program is None:
-            raise RuntimeError("no batch has been run yet")
-        return self._program.more_logits(token_rows)
-
-    def best_ids(self, batch: Step | ForwardBatch, kv: NativeKV) -> NDArray[np.int64]:
-        return _known(self._program_for(batch, kv).best_ids(batch))
-
-    def states(self, count: int) -> torch.Tensor:
-        if self._program is None:
-            raise RuntimeError("no batch has been run yet")
-        return self._program.states(count)
-
-
-class _Program:
-    """A recording that can be run, on the pool `kv`; `states` is the number of the buffer that the head reads."""
-
-    def __init__(self, engine: Engine, recording: _Recording, states: int, sizes: AttentionSizes, kv: NativeKV) -> None:
-        self.kv = kv
-        self._states, self._width = states, recording.buffers[states].width
-        self._engine = engine
-        self._vocab_size = recording.vocab_size
-        # Kept, as fresh pages for as much memory in every step take longer than the head's products.
-        self._logits = torch.empty(0, self._vocab_size)
-        engine.set_attention(sizes)
-        engine.set_buffers([BufferShape(each.width, each.codes) for each in recording.buffers])
-        self._parts: list[ctypes.Array[Op] | _Exchange] = [
-            part if isinstance(part, _Exchange) else (Op * len(part))(*part) for part in recording.parts
-        ]
-        self._head = (Op * len(recording.head))(*recording.head)
-        self._last: Step | None = None
-
-    def logits(self, batch: Step | ForwardBatch) -> torch.Tensor:
-        """[S, vocabulary] float32, good until the next run."""
-        step = _as_step(batch)
-        if step.rows > self._logits.shape[0]:
-            self._logits = torch.empty(step.rows, self._vocab_size)
-        step.logits, step.best_ids = self._logits.data_ptr(), None
-        self._run(step)
-        return self._logits[: step.rows]
-
-    def more_logits(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
-        """[R, vocabulary] float32 of flat tokens of the last batch, good until the next run."""
-        assert self._last is not None, "a program is made to be run"
-        rows = np.ascontiguousarray(token_rows, dtype=np.int64)
-        if len(rows) > self._logits.shape[0]:
-            self._logits = torch.empty(len(rows), self._vocab_size)
-        step = Step.from_buffer_copy(self._last)
-        step.rows, step.logits_rows = len(rows), rows.ctypes.data
-        step.logits, step.best_ids = self._logits.data_ptr(), None
-        self._engine.run(self._head, step)
-        return self._logits[: len(rows)]
-
-    def best_ids(self, batch: Step | ForwardBatch) -> NDArray[np.int64]:
-        """[S], of the largest logits; -1 where one is NaN."""
-        step = _as_step(batch)
-        ids = np.empty(step.rows, dtype=np.int64)
-        step.logits, step.best_ids = None, ids.ctypes.data
-        self._run(step)
-        return ids
-
-    def states(self, count: int) -> torch.Tensor:
-        """[count, hidden], as the last run left them."""
-        return self._engine.values(self._states, count, self._width)
-
-    def _run(self, step: Step) -> None:
-        self._last = step
-        for part in self._parts:
-            if isinstance(part, _Exchange):
-                values = self._engine.values(part.buffer, step.tokens, part.width)
-                values.copy_(part.comm.all_reduce(values.clone()))
-            else:
-                self._engine.run(part, step)
-
-
-class _HeldStep(Step):
-    """With the arrays that it points to."""
-
-    arrays: tuple[object, ...] = ()
-
-
-def _as_step(batch: Step | ForwardBatch) -> Step:
-    if isinstance(batch, Step):
-        return batch
-    tables = batch.block_tables.contiguous()
-    arrays = {
-        name: np.ascontiguousarray(values, dtype=np.int64)
-        for name, values in (
-            ("token_ids", batch.token_ids),
-            ("positions", batch.positions),
-            ("slots", batch.slots),
-            ("query_starts", batch.query_starts),
-            ("context_lens", batch.context_lens),
-            ("table_rows", range(len(batch.context_lens))),
-            ("logits_rows", batch.logits_rows),
-        )
-    }
-    step = _HeldStep(
-        tokens=len(batch.token_ids),
-        sequences=len(batch.context_lens),
-        rows=len(batch.logits_rows),
-        table_width=tables.shape[1],
-        block_tables=tables.data_ptr(),
-        **{name: array.ctypes.data for name, array in arrays.items()},
-    )
-    step.arrays = tables, arrays
-    return step
-
-
-def _known(ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`ids`; FloatingPointError where one is -1."""
-    if (ids < 0).any():
-        raise FloatingPointError(NOT_NUMBERS)
-    return ids
 
 
 def _pad_rows(weight: LoadedWeight, count: int) -> LoadedWeight:

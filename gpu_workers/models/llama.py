@@ -167,9 +167,13 @@ class LlamaModel:
         """
         return self._run.best_ids(batch, kv)
 
-    def states(self, count: int) -> torch.Tensor:
-        """[count, hidden] float32: what the last forward, of so many `logits_rows`, made logits of."""
-        return self._run.states(count)
+    @torch.inference_mode()
+    def hidden_states(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
+        """[R, hidden] float32, after the final norm, of R flat tokens of the batch that was run last.
+
+        The same on every rank, which exchange nothing for it. Good until the next forward.
+        """
+        return self._run.hidden_states(token_rows)
 
     def _layers_of(self, batch: ForwardBatch, kv: Any) -> tuple[Array, Array]:
         """What the last layer gives, and the residual that it is yet to be added to."""

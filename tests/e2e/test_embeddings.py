@@ -57,6 +57,22 @@ def test_the_sdk_gives_the_same(client: openai.OpenAI, endpoint: str) -> None:
     assert found.completion_tokens == 0
 
 
+def test_a_mean_over_all_tokens_and_the_first_of_them_do_not_depend_on_the_cache(endpoint: str) -> None:
+    """Long inputs are computed in chunks; what the cache holds of them has keys and values, but no hidden states."""
+    with Client([endpoint]) as sdk:
+        for text in (TEXTS[0], TEXTS[3]):
+            before = [sdk.embed(TextPrompt(text), pooling) for pooling in ("mean", "cls")]
+            assert {found.cached_tokens for found in before} == {0}
+            last = sdk.embed(TextPrompt(text), "last")
+            again = [sdk.embed(TextPrompt(text), pooling) for pooling in ("mean", "cls")]
+            assert [found.embedding for found in again] == [found.embedding for found in before]
+            assert len({last.embedding, *(found.embedding for found in before)}) == 3
+        # The first token attends to itself alone: whatever follows does not change its state.
+        heads = [sdk.embed(TextPrompt("The " + text), "cls").embedding for text in ("cat", "kitten slept well")]
+    assert heads[0] == heads[1]
+    assert last.cached_tokens > 0
+
+
 def test_an_input_that_is_too_long_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.embeddings.create(model="smol", input="word " * 9000)

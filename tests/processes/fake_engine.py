@@ -23,7 +23,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from ipc.channels import AsyncRouter, StatsPublisher
+from ipc.channels import AsyncRouter
 from ipc.codec import Decoder, pack_floats, pack_ints, unpack_ints
 from ipc.messages import (
     Abort,
@@ -31,7 +31,6 @@ from ipc.messages import (
     Delta,
     Detokenize,
     Detokenized,
-    EngineDetails,
     Failed,
     Finished,
     FinishReason,
@@ -43,7 +42,6 @@ from ipc.messages import (
     PositionLogprobs,
     PromptInfo,
     PromptPosition,
-    Stats,
     TextPrompt,
     Tokenize,
     Tokenized,
@@ -51,9 +49,16 @@ from ipc.messages import (
     ToTokenizer,
     Welcome,
 )
+from ipc.stats_channel import StatsPublisher
+from ipc.stats_messages import EngineDetails, Stats
 
 MODEL = ModelInfo(
-    names=("tiny", "org/tiny"), max_model_len=256, vocab_size=1000, created=1_700_000_000, has_chat_template=True
+    names=("tiny", "org/tiny"),
+    max_model_len=256,
+    vocab_size=1000,
+    created=1_700_000_000,
+    has_chat_template=True,
+    pooling="mean",
 )
 MOST_TOKENS = 8
 CACHED = 3

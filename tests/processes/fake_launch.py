@@ -26,7 +26,7 @@ ARCH = ModelArch(
     vocab_size=256,
     max_position=512,
 )
-MACHINE = Machine(cores=2, memory_total=8 << 30, memory_available=8 << 30)
+MACHINE = Machine(cores=2, memory_available=8 << 30)
 
 
 def _shield(name: str) -> None:

@@ -19,16 +19,13 @@ from config.schema import (
     SupervisorConfig,
     WorkerConfig,
 )
-from ipc.channels import AsyncDealer, LinkError, StatsSubscriber, new_incarnation
+from ipc.channels import AsyncDealer
 from ipc.codec import Decoder, pack_ints, unpack_int64s, unpack_ints
 from ipc.control import Drain, Fail, Order, Status, Unresponsive
-from ipc.messages import (
-    EngineDetails,
-    Failed,
+from ipc.engine_messages import (
     FromScheduler,
     SamplingSpec,
     SchedulerReady,
-    Stats,
     StepOutputs,
     StepPlan,
     Submit,
@@ -36,12 +33,15 @@ from ipc.messages import (
     ToWorker,
     WorkerReady,
 )
+from ipc.messages import Failed
+from ipc.sessions import LinkError, new_incarnation
+from ipc.stats_channel import StatsSubscriber
+from ipc.stats_messages import EngineDetails, Stats
 from scheduler_proc.main import Scheduler
 from tests.unit.ipc.test_channels import until
 from tests.unit.scheduler_proc.fake_worker import VOCABULARY, FakeWorker, continuation
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS = 64, 4, 8
-GREEDY = SamplingSpec(0.0, 0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, b"", b"", 0, b"", -1)
 ARCH = ModelArch(
     family="llama",
     hidden_size=64,
@@ -70,7 +70,7 @@ class Launcher:
     def stage(self, name: str, fraction: float | None = None) -> None:
         pass
 
-    def ready(self, detail: str = "") -> None:
+    def ready(self) -> None:
         self.is_ready = True
 
     def report(self, status: Status) -> None:
@@ -140,7 +140,7 @@ class Tokenizer:
 
     def submit(self, request_id: int, prompt: list[int], max_tokens: int) -> None:
         self.tokens[request_id] = []
-        self.dealer.send(Submit(request_id, pack_ints(prompt), max_tokens, 0, b"", GREEDY))
+        self.dealer.send(Submit(request_id, pack_ints(prompt), max_tokens, 0, b"", SamplingSpec()))
 
     def _take(self, message: FromScheduler) -> None:
         if isinstance(message, SchedulerReady):

@@ -16,29 +16,32 @@ import msgspec
 import pytest
 
 from config.schema import ChildSpec, Config, Endpoints, ModelArch, ModelConfig, TokenizerConfig
-from ipc.channels import AsyncRouter, new_incarnation
+from ipc.channels import AsyncRouter
 from ipc.client import AsyncClient, RequestFailed, Stream
 from ipc.codec import Decoder, pack_int64s, pack_ints, unpack_ints
 from ipc.control import Drain, Fail, Idle, Order, Ready, Status
-from ipc.messages import (
+from ipc.engine_messages import (
     AbortRequests,
+    RowOutput,
+    SchedulerReady,
+    StepOutputs,
+    StopRequest,
+    Submit,
+    TokenizerHello,
+    ToScheduler,
+)
+from ipc.messages import (
     ChatMessage,
     ChatPrompt,
     Delta,
     Failed,
     Finished,
     Generate,
-    RowOutput,
     SamplingParams,
-    SchedulerReady,
-    StepOutputs,
-    StopAt,
-    Submit,
     TextPrompt,
-    TokenizerHello,
     TokenPrompt,
-    ToScheduler,
 )
+from ipc.sessions import new_incarnation
 from tests.unit.tokenizer_proc.vocabularies import CHATML, byte_level_vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +121,9 @@ class Process:
         spec = ChildSpec(
             role="tokenizer",
             index=0,
-            config=Config(model=ModelConfig(max_model_len=4096), tokenizer=TokenizerConfig(template_timeout=1.0)),
+            config=Config(
+                model=ModelConfig(max_model_len=4096, pooling="last"), tokenizer=TokenizerConfig(template_timeout=1.0)
+            ),
             arch=ModelArch(
                 family="llama",
                 hidden_size=8,
@@ -284,10 +289,10 @@ def test_stop_strings_reach_the_scheduler(directory: Path) -> None:
         async with running(directory) as setting:
             text, (end,) = await setting.complete(TextPrompt("ABC DEF GHI"), stop=("F G",))
             assert (text, end.reason, end.stop_reason) == ("ABC DE", "stop", "F G")
-            await eventually(lambda: setting.scheduler.of(StopAt), "the scheduler hearing of the stop")
-            (stop,) = setting.scheduler.of(StopAt)
-            assert isinstance(stop, StopAt)
-            assert stop.num_tokens == end.completion_tokens
+            await eventually(lambda: setting.scheduler.of(StopRequest), "the scheduler hearing of the stop")
+            (stop,) = setting.scheduler.of(StopRequest)
+            (submit,) = setting.scheduler.of(Submit)
+            assert stop == StopRequest(submit.request_id)
 
     asyncio.run(run())
 

@@ -14,10 +14,11 @@ import pytest
 
 from config.arch import read_arch
 from config.schema import ChildSpec, Config, Endpoints, ModelConfig, SchedulerConfig, WorkerConfig
-from ipc.channels import AsyncRouter, new_incarnation
+from ipc.channels import AsyncRouter
 from ipc.codec import Decoder, unpack_ints
 from ipc.control import Drain, Fail, Order, Progress, Ready, StartFailed, Status
-from ipc.messages import FromWorker, StepPlan, StepResult, WorkerReady
+from ipc.engine_messages import FromWorker, StepPlan, StepResult, WorkerReady
+from ipc.sessions import new_incarnation
 from kernels.cpu.build import find_compiler
 from launch.listen import free_loopback_port
 from tests.unit.gpu_workers.plans import new_row, plan

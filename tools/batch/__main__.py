@@ -1,10 +1,10 @@
 """`python -m tools.batch INPUT OUTPUT --model PATH`: answer a file of requests without HTTP."""
 
-import argparse
 import asyncio
 import sys
 from pathlib import Path
 
+from tools.arguments import tool_parser
 from tools.batch.answers_file import AnswersFile
 from tools.batch.errors import BatchError, StoppedBySignal
 from tools.batch.requests_file import read_requests
@@ -28,13 +28,7 @@ _GO_ON = "what has no answer yet is answered by the same command with --resume"
 
 def main() -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.batch",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = tool_parser("batch", __doc__, _EPILOG)
     parser.add_argument("input", type=Path, metavar="INPUT", help="requests, one a line")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="answers, one a line")
     parser.add_argument("--concurrency", type=int, default=64, help="requests under way at once (default: 64)")

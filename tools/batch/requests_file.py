@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from tools.batch.errors import BatchError
+from tools.json_lines import LineError, json_lines
 
 Url = Literal["/v1/chat/completions", "/v1/completions"]
 
@@ -30,28 +31,29 @@ class _Stream(Struct, frozen=True):
 
 def read_requests(path: Path) -> list[BatchLine]:
     """All lines of the file; empty ones are passed over. Raises `BatchError`, which names the line, and `OSError`."""
-    lines: list[BatchLine] = []
-    seen: dict[str, int] = {}
-    decode = msgspec.json.Decoder(BatchLine).decode
-    with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            if not text.strip():
-                continue
-            try:
-                line = decode(text)
-                streams = msgspec.json.decode(line.body, type=_Stream).stream
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                urls = " or ".join(get_args(Url))
-                raise BatchError(
-                    f"{path}: line {number}: {error} (a line has custom_id, method POST, url {urls}, and body)"
-                ) from None
-            if streams:
-                raise BatchError(f"{path}: line {number}: stream is not possible in a batch")
-            if line.custom_id in seen:
-                first = seen[line.custom_id]
-                raise BatchError(f"{path}: line {number}: custom_id {line.custom_id!r} is already used in line {first}")
-            seen[line.custom_id] = number
-            lines.append(line)
+    try:
+        lines = _read(path)
+    except LineError as error:
+        urls = " or ".join(get_args(Url))
+        raise BatchError(f"{error} (a line has custom_id, method POST, url {urls}, and body)") from None
     if not lines:
         raise BatchError(f"{path}: there is no request in the file")
+    return lines
+
+
+def _read(path: Path) -> list[BatchLine]:
+    lines: list[BatchLine] = []
+    seen: dict[str, int] = {}
+    for number, line in json_lines(path, BatchLine):
+        try:
+            streams = msgspec.json.decode(line.body, type=_Stream).stream
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise LineError(f"{path}: line {number}: {error}") from None
+        if streams:
+            raise BatchError(f"{path}: line {number}: stream is not possible in a batch")
+        if line.custom_id in seen:
+            first = seen[line.custom_id]
+            raise BatchError(f"{path}: line {number}: custom_id {line.custom_id!r} is already used in line {first}")
+        seen[line.custom_id] = number
+        lines.append(line)
     return lines

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from msgspec import structs
-
 from config.arch import read_arch
 from config.memory_plan import kv_bytes_per_token
 from gpu_workers.models.llama import LlamaModel
-from gpu_workers.sampler_state import GREEDY
 from ipc.control import StartError
+from ipc.engine_messages import SamplingSpec
 from kernels.cpu.build import BuildError
-from tools.arguments import add_numbers
+from tools.arguments import add_numbers, counts, tool_parser
 from tools.bench_engine.measured import MeasuredBackend, make_measured_backend
 from tools.bench_engine.steps import BLOCK_SIZE, MOST_STEPS, Steps, StepTimes, attention_operations, positions_seen
 from tools.bench_kernels.command import check_common, machine_line, say, write_json
@@ -40,8 +38,8 @@ limit     the time that the work takes at the limits of the machine, measured by
 """
 # Drawn: temperature 1 and the filters that many clients send.
 SAMPLING = {
-    "greedy": GREEDY,
-    "drawn": structs.replace(GREEDY, temperature=1.0, top_k=50, top_p=0.95, seed=1),
+    "greedy": SamplingSpec(),
+    "drawn": SamplingSpec(temperature=1.0, top_k=50, top_p=0.95, seed=1),
 }
 _HEADER = ["ms", "tok/s", "outside", "prepare", "forward", "sample", "rest", "limit", "by"]
 
@@ -125,28 +123,18 @@ class Bench:
         return Result(phase, tokens, context, times, rate)
 
 
-def counts(text: str) -> list[int]:
-    """Positive numbers, comma-separated; or none, for an empty text."""
-    numbers = [int(part) for part in text.split(",") if part]
-    if not all(1 <= number <= 1 << 17 for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text}: each must be from 1 to {1 << 17}")
-    return numbers
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench_engine",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("bench_engine", __doc__, _EPILOG)
     parser.add_argument("--model", type=Path, required=True, help="directory with safetensors, or a .gguf file")
     add_numbers(parser, "float16", "of the native kernels' KV cache; the server's default, too")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="compute threads (default: usable cores)")
     parser.add_argument(
-        "--prefill", type=counts, default=[128, 512, 1000, 2000], help="tokens of prompts (default: 128,512,1000,2000)"
+        "--prefill",
+        type=counts(1 << 17),
+        default=[128, 512, 1000, 2000],
+        help="tokens of prompts (default: 128,512,1000,2000)",
     )
-    parser.add_argument("--decode", type=counts, default=[1, 8, 32], help="rows that decode (default: 1,8,32)")
+    parser.add_argument("--decode", type=counts(1 << 17), default=[1, 8, 32], help="rows that decode (default: 1,8,32)")
     parser.add_argument("--context", type=int, default=128, help="tokens before those that are decoded (default: 128)")
     parser.add_argument(
         "--sampling",

@@ -10,7 +10,8 @@ import torch
 
 from gpu_workers.backend import Backend
 from gpu_workers.backends import make_backend
-from gpu_workers.backends.native_cpu import NativeCpuBackend, Value
+from gpu_workers.backends.native_cpu import NativeCpuBackend
+from gpu_workers.backends.native_recording import Value
 from ipc.control import StartError
 from kernels.cpu.build import BuildError
 from kernels.cpu.library import Engine, Op, PackedWeight, Step

@@ -13,7 +13,7 @@ from gpu_workers.comm import LocalComm
 from gpu_workers.models.llama import LlamaModel
 from gpu_workers.runner import Runner
 from ipc.codec import pack_ints
-from ipc.messages import NewRow, SamplingSpec, StepPlan
+from ipc.engine_messages import NewRow, SamplingSpec, StepPlan
 from tools.bench_engine.measured import MeasuredBackend
 
 BLOCK_SIZE = 16

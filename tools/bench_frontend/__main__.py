@@ -11,13 +11,14 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from config.schema import ChildSpec, Config, Endpoints, ModelArch, ServerConfig
+from config.schema import ServerConfig
 from ipc.control import Drain
 from launch.process import Process
-from tools.arguments import count, positive
+from tools.arguments import count, positive, tool_parser
 
 from .client import Counted
-from .engine import MODEL_NAME
+from .engine import MODEL
+from .specification import frontend_spec
 
 _EPILOG = """\
 Three processes: the real frontend, an engine that answers at a given pace without a model (one message a step for all
@@ -44,12 +45,7 @@ _CLIENT_BEGINS_SECONDS = 1.5  # its start and its warm-up
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench_frontend",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("bench_frontend", __doc__, _EPILOG)
     parser.add_argument("--only", choices=_PARTS, help="one part (default: both)")
     parser.add_argument("--seconds", type=positive, default=8.0, help="measured time of each part (default: 8)")
     parser.add_argument("--streams", type=count, default=256, help="streams at once (default: 256)")
@@ -59,46 +55,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def specification(folder: str, listener: socket.socket) -> ChildSpec:
-    """A frontend on this socket; the sizes of its model matter to nobody."""
-    return ChildSpec(
-        role="frontend",
-        index=0,
-        config=Config(server=ServerConfig()),
-        arch=ModelArch(
-            family="llama",
-            hidden_size=8,
-            num_layers=1,
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=8,
-            intermediate_size=8,
-            vocab_size=1000,
-            max_position=1 << 20,
-        ),
-        model_path="",
-        served_names=(MODEL_NAME,),
-        endpoints=Endpoints(
-            clients=(f"ipc://{folder}/clients-0",), scheduler="", workers="", stats=f"ipc://{folder}/stats"
-        ),
-        run_dir=folder,
-        incarnation=1,
-        kv_memory_bytes=0,
-        num_blocks=0,
-        listen_fd=listener.fileno(),
-    )
-
-
 async def measure(part: str, options: argparse.Namespace) -> tuple[Counted, float, float]:
     """What the client counted, and how much of a core the frontend took meanwhile: in all, and in the kernel."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-        spec = specification(folder, listener)
+        clients, stats = (f"ipc://{folder}/{name}" for name in ("clients-0", "stats"))
+        spec = frontend_spec(MODEL, clients, stats, folder, listener.fileno(), ServerConfig())
         changed = asyncio.Event()
         frontend = Process(spec, lambda process: changed.set())
         file = Path(folder) / "frontend.json"
         file.write_bytes(msgspec.json.encode(spec))
         step = options.streams / options.rate
-        engine = await _start("engine", spec.endpoints.clients[0], str(step))
+        engine = await _start("engine", clients, str(step))
         await frontend.spawn("tools.bench_frontend.profiled" if options.profile else "frontend.main", file)
         try:
             async with asyncio.timeout(_READY_SECONDS):

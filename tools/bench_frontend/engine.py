@@ -29,7 +29,7 @@ from ipc.messages import (
 )
 
 MODEL_NAME = "bench"
-_MODEL = ModelInfo((MODEL_NAME,), max_model_len=1 << 20, vocab_size=1000, created=0, has_chat_template=True)
+MODEL = ModelInfo((MODEL_NAME,), max_model_len=1 << 20, vocab_size=1000, created=0, has_chat_template=True)
 _ONE_TOKEN = pack_ints([7])
 
 
@@ -60,7 +60,7 @@ class Engine:
     def _on_message(self, peer: bytes, message: Message) -> None:
         match message:
             case Hello():
-                self._router.send(peer, Welcome(_MODEL))
+                self._router.send(peer, Welcome(MODEL))
             case Abort(request_id):
                 self._left.pop((peer, request_id), None)
             case Generate(request_id, _, params):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kernels.cpu.build import BuildError
 from kernels.cpu.library import GROUP, load
+from tools.arguments import tool_parser
 from tools.bench_kernels.cases import Case, Place, all_cases
 from tools.bench_kernels.command import check_common, machine_line, say, write_json
 from tools.bench_kernels.limits import Limits, Work, last_level_cache, measure_limits, usable_cores
@@ -87,12 +88,7 @@ def table(results: Sequence[Measured]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench_kernels",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("bench_kernels", __doc__, _EPILOG)
     parser.add_argument("--threads", type=int, default=usable_cores(), help="compute threads (default: usable cores)")
     parser.add_argument(
         "--seconds", type=float, default=0.2, help="how long each kernel and each limit is measured (default: 0.2)"

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import signal
 import sys
+from typing import Any
 
 from tools.arguments import count, positive
 from tools.drills import grammars, itl, overhead, shortage, slo, soak, start
@@ -52,11 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     part.add_argument("--kv-shortage", default="recompute", choices=("wait", "recompute", "swap"))
     part.set_defaults(run=soak.run)
 
-    part = drills.add_parser(
-        "overhead",
-        help="what scheduler, tokenizer, HTTP and Python add to the kernels",
-        description=overhead.HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    part = _explained(
+        drills, "overhead", "what scheduler, tokenizer, HTTP and Python add to the kernels", overhead.HELP
     )
     part.add_argument("--streams", type=count, nargs="+", default=[1, 8, 32], help="default 1 8 32")
     part.add_argument("--requests", type=count, default=4, help="of each stream (default 4)")
@@ -64,21 +62,15 @@ def _parser() -> argparse.ArgumentParser:
     part.add_argument("--output-tokens", type=count, default=128, help="default 128")
     part.set_defaults(run=overhead.run)
 
-    part = drills.add_parser(
-        "start",
-        help="time from start to the first answer, and the memory of each process",
-        description=start.HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    part = _explained(
+        drills, "start", "time from start to the first answer, and the memory of each process", start.HELP
     )
     part.add_argument("--repeats", type=count, default=3, help="warm starts (default 3)")
     part.add_argument("--kv-memory", default="256MiB", help="size of the KV pool (default 256MiB)")
     part.set_defaults(run=start.run)
 
-    part = drills.add_parser(
-        "grammars",
-        help="time per token and throughput with and without structured output",
-        description=grammars.HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    part = _explained(
+        drills, "grammars", "time per token and throughput with and without structured output", grammars.HELP
     )
     part.add_argument("--streams", type=count, nargs="+", default=[1, 16], help="default 1 16")
     part.add_argument("--output-tokens", type=count, default=128, help="default 128")
@@ -87,6 +79,14 @@ def _parser() -> argparse.ArgumentParser:
 
     for part in drills.choices.values():
         part.add_argument("--model", default=_DEFAULT_MODEL, help=f"default {_DEFAULT_MODEL}")
+    return parser
+
+
+def _explained(drills: Any, name: str, summary: str, description: str) -> argparse.ArgumentParser:
+    """A drill with a longer text in its own help."""
+    parser: argparse.ArgumentParser = drills.add_parser(
+        name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     return parser
 
 

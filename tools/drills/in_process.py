@@ -14,9 +14,8 @@ from config.schema import Config
 from gpu_workers.comm import LocalComm
 from gpu_workers.models.llama import LlamaModel
 from gpu_workers.runner import Runner
-from gpu_workers.sampler_state import GREEDY
 from ipc.codec import pack_ints
-from ipc.messages import NewRow, StepPlan
+from ipc.engine_messages import NewRow, SamplingSpec, StepPlan
 from tools.score.model import load
 
 
@@ -59,7 +58,7 @@ class ClosedLoop:
             while waiting and rows and budget:
                 prompt, row = waiting.popleft(), rows.pop(0)
                 blocks = range(row * self._row_blocks, (row + 1) * self._row_blocks)
-                new.append(NewRow(row, pack_ints(prompt), len(prompt), pack_ints(blocks), GREEDY))
+                new.append(NewRow(row, pack_ints(prompt), len(prompt), pack_ints(blocks), SamplingSpec()))
                 running.append(_Running(row, len(prompt), len(prompt) + output_tokens))
                 budget -= self._schedule(running[-1], budget, scheduled)
             self._execute(scheduled, new)

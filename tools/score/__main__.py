@@ -23,7 +23,7 @@ from gpu_workers.backends.native_cpu import NativeCpuBackend
 from gpu_workers.models.llama import LlamaModel
 from ipc.control import StartError
 from tokenizer_proc.vocabulary import load_vocabulary
-from tools.arguments import add_numbers, count
+from tools.arguments import add_numbers, count, tool_parser
 from tools.score.model import load, load_exact
 from tools.score.perplexity import Likelihood, Scorer, ratio
 from tools.score.reference import Score, score_row, tolerance_of
@@ -36,12 +36,7 @@ _EPILOG = """\
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.score",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("score", __doc__, _EPILOG)
     parser.add_argument("--model", type=Path, required=True, help="directory with safetensors, or a .gguf file")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--reference", type=Path, help="JSONL with prompt_ids, output_ids, margins, top5")

@@ -5,7 +5,7 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from ipc.messages import StepPlan
+from ipc.engine_messages import StepPlan
 
 PARTS = ("fixed", "prefill tokens", "decode rows", "context", "prefill pairs")
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ipc.codec import unpack_ints
-from ipc.messages import RowOutput, StepOutputs, StepPlan
+from ipc.engine_messages import RowOutput, StepOutputs, StepPlan
 from scheduler_proc.events import Command, SendOutputs, SendPlan
 
 Floats = npt.NDArray[np.float64]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from ipc.messages import StepPlan, Submit
+from ipc.engine_messages import StepPlan, Submit
 from scheduler_proc.core import ProtocolError, SchedulerCore
 from scheduler_proc.event_log import REPLAY_VOCABULARY, Entry, EventLog, PlanDigest, digest_of
 from scheduler_proc.events import Aborted, Arrived, Command, Event, PeerLost, StepDone, Stopped

@@ -12,7 +12,7 @@ import msgspec
 from config.schema import SchedulerConfig
 from config.sources import Option, options, read_settings
 from scheduler_proc.batching import Batching
-from tools.arguments import count, not_negative, positive, whole
+from tools.arguments import count, not_negative, positive, tool_parser, whole
 from tools.simulate.costs import DEFAULT_COST
 from tools.simulate.page import MAX_RUNS
 
@@ -60,13 +60,11 @@ _SIZES = ("kv-blocks", "kv-tokens", "host-blocks")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.simulate",
-        description="The real scheduler core driven by a trace and a cost model, on a virtual clock, without a device.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = tool_parser(
+        "simulate",
+        "The real scheduler core driven by a trace and a cost model, on a virtual clock, without a device.",
+        _EPILOG,
         usage="python -m tools.simulate (--trace FILE | --replay LOG) [options]",
-        allow_abbrev=False,
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(

@@ -15,7 +15,8 @@ import numpy as np
 
 from config.schema import SchedulerConfig
 from ipc.codec import unpack_ints
-from ipc.messages import SamplingSpec, Stats, StepPlan, StepResult, Submit
+from ipc.engine_messages import SamplingSpec, StepPlan, StepResult, Submit
+from ipc.stats_messages import Stats
 from scheduler_proc.batching import Batching
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.event_log import REPLAY_VOCABULARY, Header, Recorder
@@ -142,7 +143,7 @@ class Simulation:
             request.output_length,
             0,
             b"",
-            SamplingSpec(0.0, 0, 1.0, 0.0, number, 1.0, 0.0, 0.0, b"", b"", 0, b"", -1),
+            SamplingSpec(seed=number),
             namespace=request.namespace,
             tenant=request.tenant,
             priority=request.priority,

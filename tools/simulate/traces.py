@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import numpy as np
 from msgspec import Meta, Struct
+
+from tools.json_lines import LineError, json_lines
 
 OUTPUT_TOKEN = 0  # what a simulated model says; no prompt contains it
 VOCABULARY = (1 << 31) - 1  # token ids are int32
@@ -98,13 +99,16 @@ def read_trace(path: Path, *, limit: int | None = None, length_scale: float = 1.
     """
     ids = _TokenIds()
     requests: list[TraceRequest] = []
-    for number, line in _lines(path):
-        if len(requests) == limit:
-            break
-        try:
-            requests.append(_request(line, ids, length_scale))
-        except TraceError as error:
-            raise TraceError(f"{path}: line {number}: {error}") from None
+    try:
+        for number, line in json_lines(path, _Line):
+            if len(requests) == limit:
+                break
+            try:
+                requests.append(_request(line, ids, length_scale))
+            except TraceError as error:
+                raise TraceError(f"{path}: line {number}: {error}") from None
+    except LineError as error:
+        raise TraceError(str(error)) from None
     if not requests:
         raise TraceError(f"{path}: no requests in it")
     return from_zero(requests)
@@ -120,19 +124,6 @@ def from_zero(requests: list[TraceRequest]) -> list[TraceRequest]:
 def scaled_rate(requests: list[TraceRequest], rate_scale: float) -> list[TraceRequest]:
     """The same requests arriving `rate_scale` times as fast."""
     return [replace(request, time=request.time / rate_scale) for request in requests]
-
-
-def _lines(path: Path) -> Iterator[tuple[int, _Line]]:
-    decode = msgspec.json.Decoder(_Line).decode
-    with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            if not text.strip():
-                continue
-            try:
-                line = decode(text)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise TraceError(f"{path}: line {number}: {error}") from None
-            yield number, line
 
 
 def _request(line: _Line, ids: _TokenIds, scale: float) -> TraceRequest:

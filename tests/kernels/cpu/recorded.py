@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from gpu_workers.backend import LoadedWeight
-from gpu_workers.backends.native_cpu import NativeCpuBackend, Value
+from gpu_workers.backends.native_cpu import NativeCpuBackend
 from gpu_workers.backends.native_kv import NativeKV
+from gpu_workers.backends.native_recording import Value
 from gpu_workers.batch import ForwardBatch
 
 Op = Callable[[Value, ForwardBatch, NativeKV], Value]

@@ -14,8 +14,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gpu_workers.backends.native_cpu import NativeCpuBackend, Value
+from gpu_workers.backends.native_cpu import NativeCpuBackend
 from gpu_workers.backends.native_kv import NativeKV
+from gpu_workers.backends.native_recording import Value
 from gpu_workers.batch import ForwardBatch
 from kernels import reference
 from kernels.cpu.library import KvType

@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpu_workers.backend import LoadedWeight
-from gpu_workers.backends.native_cpu import NativeCpuBackend, Value
+from gpu_workers.backends.native_cpu import NativeCpuBackend
+from gpu_workers.backends.native_recording import Value
 from gpu_workers.batch import ForwardBatch
 from gpu_workers.weights.quantized import GROUP, QuantizedWeight
 from kernels import reference

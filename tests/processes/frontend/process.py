@@ -15,8 +15,9 @@ from typing import Any
 
 import msgspec
 
-from config.schema import ChildSpec, Config, Endpoints, ModelArch, ServerConfig
+from config.schema import ServerConfig
 from ipc.control import Order, Ready, Status
+from tools.bench_frontend.specification import frontend_spec
 
 from ..fake_engine import MODEL, FakeEngine
 
@@ -33,29 +34,13 @@ class Frontend:
         self.port = self.listener.getsockname()[1]
         order_read, self._order_write = os.pipe()
         status_read, status_write = os.pipe()
-        spec = ChildSpec(
-            role="frontend",
-            index=0,
-            config=Config(server=ServerConfig(**server)),
-            arch=ModelArch(
-                family="llama",
-                hidden_size=8,
-                num_layers=1,
-                num_heads=1,
-                num_kv_heads=1,
-                head_dim=8,
-                intermediate_size=8,
-                vocab_size=MODEL.vocab_size,
-                max_position=MODEL.max_model_len,
-            ),
-            model_path="",
-            served_names=MODEL.names,
-            endpoints=Endpoints(clients=(engine.endpoint,), scheduler="", workers="", stats=engine.stats_endpoint),
-            run_dir=str(run_dir),
-            incarnation=1,
-            kv_memory_bytes=0,
-            num_blocks=0,
-            listen_fd=self.listener.fileno(),
+        spec = frontend_spec(
+            MODEL,
+            engine.endpoint,
+            engine.stats_endpoint,
+            str(run_dir),
+            self.listener.fileno(),
+            ServerConfig(**server),
         )
         spec_file = run_dir / f"frontend-{self.port}-{order_read}.json"
         spec_file.write_bytes(msgspec.json.encode(spec))

@@ -15,7 +15,7 @@ import pytest
 
 from frontend.console.sampling import MAX_WATCHERS
 from ipc.control import Drain, Idle
-from ipc.messages import CachedPrefix, EngineDetails, LiveRequest
+from ipc.stats_messages import CachedPrefix, EngineDetails, LiveRequest
 
 from ..fake_engine import FakeEngine
 from .process import Frontend, wait_until

@@ -7,7 +7,7 @@ import numpy as np
 import openai
 import pytest
 
-from ..fake_engine import EMBEDDING, FakeEngine, prompt_length
+from ..fake_engine import EMBEDDING, MODEL, FakeEngine, prompt_length
 from .process import Frontend
 
 
@@ -40,8 +40,13 @@ def test_several_inputs(client: openai.OpenAI, engine: FakeEngine, inputs: list[
     assert [item.index for item in answer.data] == list(range(expected))
     asked = engine.requests[seen:]
     assert len(asked) == expected
-    assert all(request.pooling == "last" for request in asked)
+    assert all(request.pooling == MODEL.pooling == "mean" for request in asked)
     assert answer.usage.prompt_tokens == sum(map(prompt_length, asked))
+
+
+def test_the_models_list_says_how_embeddings_are_made(client: openai.OpenAI) -> None:
+    (entry, _) = client.models.list().data
+    assert entry.model_dump()["pooling"] == "mean"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from ipc.control import Drain, Fail, Idle, Ready
-from ipc.messages import Stats
+from ipc.stats_messages import Stats
 
 from ..fake_engine import FakeEngine
 from .process import Frontend, wait_until

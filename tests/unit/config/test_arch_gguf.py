@@ -43,7 +43,6 @@ def test_sizes_biases_and_ids(tmp_path: Path) -> None:
         tmp_path / "tiny.gguf",
         lambda writer: writer.add_eos_token_id(99),
         lambda writer: writer.add_eot_token_id(7),
-        lambda writer: writer.add_bos_token_id(1),
         lambda writer: writer.add_layer_norm_rms_eps(0.5),
         lambda writer: writer.add_key_length(32),
         lambda writer: writer.add_value_length(32),
@@ -53,7 +52,7 @@ def test_sizes_biases_and_ids(tmp_path: Path) -> None:
     assert (arch.hidden_size, arch.num_layers, arch.intermediate_size, arch.max_position) == (64, 3, 160, 512)
     assert (arch.num_heads, arch.num_kv_heads, arch.head_dim, arch.vocab_size) == (4, 2, 32, 100)
     assert (arch.qkv_bias, arch.o_bias, arch.mlp_bias, arch.tie_embeddings) == (True, False, False, True)
-    assert (arch.bos_token_id, arch.eos_token_ids, arch.rms_norm_eps) == (1, (7, 99), 0.5)
+    assert (arch.eos_token_ids, arch.rms_norm_eps) == ((7, 99), 0.5)
     assert (arch.weight_bytes, arch.num_parameters, arch.name) == (4 * 6464, 6464, "tiny")
 
 
@@ -143,10 +142,8 @@ def test_ids_that_are_not_numbers_end_nothing(tmp_path: Path) -> None:
         tmp_path / "tiny.gguf",
         lambda writer: writer.add_array(EOS, [1, 2]),
         lambda writer: writer.add_eot_token_id(7),
-        lambda writer: writer.add_string("tokenizer.ggml.bos_token_id", "1"),
     )
-    arch = read_arch(path)
-    assert (arch.eos_token_ids, arch.bos_token_id) == ((7,), None)
+    assert read_arch(path).eos_token_ids == (7,)
 
 
 def test_an_architecture_that_is_a_list_is_refused(tmp_path: Path) -> None:

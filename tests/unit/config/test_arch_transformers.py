@@ -96,7 +96,6 @@ def test_every_field_is_what_transformers_reads(
     assert arch.o_bias == getattr(oracle, "attention_bias", False)
     assert arch.mlp_bias == getattr(oracle, "mlp_bias", False)
     assert {"silu": "silu", "gelu": "gelu_pytorch_tanh"}[arch.hidden_act] == oracle.hidden_act
-    assert arch.bos_token_id == oracle.bos_token_id
     assert arch.eos_token_ids == (() if oracle.eos_token_id is None else (oracle.eos_token_id,))
     assert arch.rope == RopeConfig(theta=oracle.rope_parameters["rope_theta"])
     assert (arch.weight_bytes, arch.num_parameters) == (58, 17)

@@ -212,9 +212,7 @@ def test_an_untied_head_and_biases_count_too() -> None:
 
 
 def plan_of(arch: ModelArch, available: int, **model: object) -> Resolved:
-    machine = Machine(
-        cores=8, memory_total=available, memory_available=available, cpu_features=frozenset({"avx512_bf16"})
-    )
+    machine = Machine(cores=8, memory_available=available, cpu_features=frozenset({"avx512_bf16"}))
     return resolve(Config(model=ModelConfig(model="m", **model)), arch, machine)  # type: ignore[arg-type]
 
 
@@ -243,7 +241,7 @@ def test_the_full_report_counts_sequences_by_length() -> None:
 def test_a_host_tier_has_its_line_and_counts() -> None:
     argv = ["--model", "m", "--kv-memory", "1GiB", "--host-kv-memory", "2GiB"]
     config = read_settings(argv, {}, "0").config
-    machine = Machine(cores=8, memory_total=8 * GIB, memory_available=8 * GIB, cpu_features=frozenset({"avx512_bf16"}))
+    machine = Machine(cores=8, memory_available=8 * GIB, cpu_features=frozenset({"avx512_bf16"}))
     resolved = resolve(config, SMOLLM2_135M, machine)
     blocks = 2 * GIB // (16 * 23_040)
     [line] = [line for line in full_report(resolved.plan, resolved.config, SMOLLM2_135M).splitlines() if "host" in line]

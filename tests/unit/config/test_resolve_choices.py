@@ -12,9 +12,7 @@ from config.sources import ConfigError, read_settings
 from tests.unit.config.test_plan_memory import LLAMA_3_1_8B, LLAMA_3_2_1B, SMOLLM2_135M
 
 GIB = 1 << 30
-BF16_MACHINE = Machine(
-    cores=4, memory_total=64 * GIB, memory_available=60 * GIB, cpu_features=frozenset({"avx2", "avx512_bf16"})
-)
+BF16_MACHINE = Machine(cores=4, memory_available=60 * GIB, cpu_features=frozenset({"avx2", "avx512_bf16"}))
 OLD_MACHINE = msgspec.structs.replace(BF16_MACHINE, cpu_features=frozenset({"avx2"}))
 
 
@@ -285,7 +283,7 @@ def test_whatever_is_resolved_is_complete_and_consistent(
     if not can_split(arch, tp):
         return
     features = frozenset({"avx512_bf16"} if has_bfloat16 else ())
-    machine = Machine(cores=4, memory_total=available, memory_available=available, cpu_features=features)
+    machine = Machine(cores=4, memory_available=available, cpu_features=features)
     argv = ["--model", "m", "--tp", str(tp), "--max-seqs", str(max_seqs), "--block-size", str(block_size)]
     argv += ["--kv-shortage", shortage, *(["--host-kv-memory", host_memory] if host_memory else [])]
     asked = read_settings(argv, {}, "0").config

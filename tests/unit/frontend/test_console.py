@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from frontend.console.latency import WINDOW, Window
 from frontend.console.sampling import rates_between
-from ipc.messages import Stats
+from ipc.stats_messages import Stats
 
 BOUNDS = (0.01, 0.1, 1.0, 10.0, math.inf)
 _REQUIRED = Stats.__struct_fields__[: -len(Stats.__struct_defaults__)]

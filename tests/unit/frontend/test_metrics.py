@@ -4,7 +4,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from frontend.metrics import Metrics
-from ipc.messages import Stats
+from ipc.stats_messages import Stats
 
 STATS = Stats(
     time=1.0,

@@ -1,14 +1,23 @@
 """The OpenAPI document, judged by the validator of the specification and by the routes there are."""
 
-from typing import Any
+import re
+from typing import Any, cast
 
+import jsonschema
 import msgspec
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
+from config.schema import ServerConfig
 from frontend import protocol
+from frontend.app import make_app
+from frontend.console import Console
 from frontend.openapi import make_document
 from frontend.routes import ROUTES
+from frontend.service import Service
+from ipc.messages import ChatMessage, ChatPrompt, ModelInfo, SamplingParams, ToolCall
+from ipc.validation import InvalidRequest, validate
+from tools.bench_frontend.specification import frontend_spec
 
 DOCUMENT = make_document(ROUTES, ["tiny"])
 BODIES = [route for route in ROUTES if route.body is not None]
@@ -24,6 +33,33 @@ def test_it_has_every_route_once() -> None:
     assert ("GET", "/v1/models/{id}") in found
     names = [operation["operationId"] for methods in DOCUMENT["paths"].values() for operation in methods.values()]
     assert len(set(names)) == len(names)
+
+
+def test_every_path_that_is_answered_is_described_or_named_as_left_out() -> None:
+    spec = frontend_spec(ModelInfo(("m",), 100, 100, 0, True), "", "", "", 0, ServerConfig())
+    service = Service(spec, cast(Any, None), cast(Any, None))
+    app = make_app(service, cast(Any, None), cast(Any, None), Console(spec, service, lambda wanted: None))
+    answered = {resource.canonical for resource in app.router.resources()}
+    named = set(re.findall(r"`(/[^`]*)`", DOCUMENT["info"]["description"]))
+    assert named == answered - set(DOCUMENT["paths"])
+
+
+@pytest.mark.parametrize("name", ["get_weather", "a" * 64, "", "a" * 65, "two words", "naïve"])
+@pytest.mark.parametrize("kind", ["FunctionDefinition", "ResponsesTool", "MessagesTool"])
+def test_names_of_functions_are_described_as_they_are_checked(kind: str, name: str) -> None:
+    """The pattern is that of OpenAI's and Anthropic's references."""
+    of = DOCUMENT["components"]["schemas"][kind]["properties"]["name"]
+    (schema,) = [branch for branch in of.get("anyOf", [of]) if branch["type"] == "string"]
+    allowed = re.fullmatch("[a-zA-Z0-9_-]{1,64}", name) is not None
+    validator = jsonschema.Draft202012Validator(schema)
+    assert validator.is_valid(name) == allowed
+    message = ChatMessage("assistant", "", tool_calls=(ToolCall("1", name, "{}"),))
+    model = ModelInfo(("m",), 100, 100, 0, has_chat_template=True)
+    if allowed:
+        validate(ChatPrompt((message,)), SamplingParams(), model)
+    else:
+        with pytest.raises(InvalidRequest, match="1 to 64 of the characters"):
+            validate(ChatPrompt((message,)), SamplingParams(), model)
 
 
 def test_only_bare_health_needs_no_key() -> None:

@@ -9,7 +9,7 @@ from gpu_workers.batch import ForwardBatch
 from gpu_workers.prepare import prepare
 from gpu_workers.sampling import argmax, choose_tokens
 from ipc.codec import pack_floats, pack_ints
-from ipc.messages import NewRow, SamplingSpec, StepPlan
+from ipc.engine_messages import NewRow, SamplingSpec, StepPlan
 
 
 def spec(**changes) -> SamplingSpec:
@@ -71,13 +71,16 @@ def plain_backend() -> SimpleNamespace:
 
 
 class LogitsModel:
-    """A model that has nothing faster for greedy rows, and of which nobody wants prompts scored."""
+    """A model that has nothing faster for greedy rows, and of which nobody wants prompts scored or embeddings."""
 
     def best_ids(self, batch: ForwardBatch, kv: torch.Tensor) -> np.ndarray:
         return argmax(self.forward(batch, kv))
 
     def more_logits(self, token_rows: np.ndarray) -> torch.Tensor:
         raise AssertionError("no plan for this model asks for prompt log-probabilities")
+
+    def hidden_states(self, token_rows: np.ndarray) -> torch.Tensor:
+        raise AssertionError("no plan for this model asks for embeddings")
 
 
 class HashModel(LogitsModel):

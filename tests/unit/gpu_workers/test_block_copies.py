@@ -15,7 +15,7 @@ from gpu_workers.comm import Comm, LocalComm
 from gpu_workers.rows import PlanError
 from gpu_workers.runner import Runner
 from ipc.codec import unpack_ints
-from ipc.messages import StepPlan, StepResult
+from ipc.engine_messages import StepPlan, StepResult
 from tests.unit.gpu_workers.plans import HashModel, LogitsModel, new_row, plan
 from tests.unit.gpu_workers.tiny import load_tiny, save_tiny
 

@@ -17,7 +17,7 @@ from gpu_workers.grammar_engine import GrammarEngine
 from gpu_workers.grammars import Grammars
 from gpu_workers.sampling import TokenMask, sample
 from ipc.codec import unpack_floats, unpack_ints
-from ipc.messages import NewRow
+from ipc.engine_messages import NewRow
 from tests.unit.gpu_workers.plans import new_row, spec
 from tests.unit.gpu_workers.test_sampling_oracle import VOCAB, random_logits, simple_batch
 

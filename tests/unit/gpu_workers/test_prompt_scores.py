@@ -9,7 +9,7 @@ import torch
 from gpu_workers.comm import LocalComm
 from gpu_workers.rows import PlanError
 from gpu_workers.runner import Runner
-from ipc.messages import PromptScores, StepResult
+from ipc.engine_messages import PromptScores, StepResult
 from tests.unit.gpu_workers.plans import new_row, plan, spec
 from tests.unit.gpu_workers.tiny import BLOCK_SIZE, load_tiny, save_tiny
 

@@ -10,7 +10,7 @@ from config.grammar import TokenTable, write_token_table
 from gpu_workers.comm import LocalComm
 from gpu_workers.grammars import Grammars
 from gpu_workers.runner import Runner
-from ipc.messages import SamplingSpec
+from ipc.engine_messages import SamplingSpec
 from tests.unit.gpu_workers.plans import spec
 from tests.unit.gpu_workers.test_runner_scheduler import MAX_MODEL_LEN, DigestModel
 from tests.unit.scheduler_proc.engine import Engine

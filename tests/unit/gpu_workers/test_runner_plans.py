@@ -10,7 +10,7 @@ from gpu_workers.comm import LocalComm
 from gpu_workers.rows import PlanError
 from gpu_workers.runner import Runner
 from ipc.codec import unpack_ints
-from ipc.messages import StepPlan
+from ipc.engine_messages import StepPlan
 from tests.unit.gpu_workers.plans import HashModel, new_row, plan, spec
 
 VOCAB, BLOCK_SIZE, NUM_BLOCKS, MAX_SEQS, MAX_LEN = 101, 4, 40, 4, 32

@@ -3,6 +3,7 @@
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,7 +37,12 @@ class DigestModel(LogitsModel):
             blocks = batch.block_tables[sequence].long()[positions // self.block_size]
             tokens = kv[blocks * self.block_size + positions % self.block_size].tolist()
             logits[i, continuation(tokens, 1, frozenset())[0]] = 1.0
+        self.states = torch.stack((batch.token_ids, batch.positions, torch.ones_like(batch.positions)), dim=-1).float()
         return logits
+
+    def hidden_states(self, token_rows: np.ndarray) -> torch.Tensor:
+        """Of each token its id, its position and 1."""
+        return self.states[token_rows]
 
 
 def make_engine(num_blocks: int, max_seqs: int, chunk: int) -> Engine:
@@ -63,6 +69,32 @@ def test_histories_of_the_real_scheduler(seed):
         if draw.random() < 0.1:
             engine.abort(draw.randrange(request_id + 1))
     engine.run_to_idle()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_embeddings_under_the_real_scheduler(seed):
+    """Of each position exactly once, in any company, with the prefix cached or not, and after a preemption."""
+    draw = random.Random(seed)
+    engine = make_engine(num_blocks=20, max_seqs=4, chunk=draw.choice([3, 16]))
+    prefix = [draw.randrange(1, VOCABULARY) for _ in range(12)]
+    poolings = {}
+    for request_id in range(30):
+        prompt = prefix[: draw.choice([0, 8, 12])] + [draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 25))]
+        poolings[request_id] = draw.choice(["last", "mean", "cls", ""])
+        most = 1 if poolings[request_id] else draw.randrange(1, MAX_MODEL_LEN - len(prompt) + 1)
+        engine.submit(request_id, prompt, most, (), pooling=poolings[request_id])
+        for _ in range(draw.randrange(3)):
+            engine.step()
+    engine.run_to_idle()
+    for request_id, (prompt, *_) in engine.submitted.items():
+        pooling, n = poolings[request_id], len(prompt)
+        first, end = {"last": (n - 1, n), "mean": (0, n), "cls": (0, 1), "": (0, 0)}[pooling]
+        total = np.array([(prompt[at], at, 1) for at in range(first, end)], dtype=np.float64).sum(axis=0)
+        found = np.frombuffer(engine.embeddings.get(request_id, b""), dtype="<f4")
+        np.testing.assert_allclose(found, total / np.linalg.norm(total) if pooling else [], rtol=1e-6)
+        if pooling in ("mean", "cls"):
+            assert engine.cached[request_id] == 0
+    assert any(engine.cached[request_id] for request_id, pooling in poolings.items() if pooling == "last")
 
 
 def test_a_request_that_fills_the_context_to_the_last_token():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,6 +15,28 @@ from tests.unit.gpu_workers.tiny import load_tiny, save_tiny, whole_logits
 
 TOKENS = list(range(0, 130, 3))
 
+
+def run_ranks(size: int, code: str, folder: Path, *arguments: str) -> list[dict[str, torch.Tensor]]:
+    """What each of the processes saved that run `code` with rank, port, path to save to, and `arguments`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    outs = [folder / f"{rank}.out" for rank in range(size)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(port), str(out), *arguments],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank, out in enumerate(outs)
+    ]
+    try:
+        assert [rank.wait(timeout=120) for rank in ranks] == [0] * size
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [load_file(out) for out in outs]
+
+
 RANK = """
 import sys
 from pathlib import Path
@@ -21,11 +44,12 @@ import numpy as np
 from safetensors.torch import save_file
 from gpu_workers.comm import make_comm
 from tests.unit.gpu_workers.tiny import load_tiny, whole_logits
-rank, port, model, out, kernels = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5]
+rank, port, out, model, kernels = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), sys.argv[5]
 comm = make_comm(rank, 2, port, timeout=60)
 model = load_tiny(model, comm=comm, kernels=kernels)
 logits = whole_logits(model, list(range(0, 130, 3))).contiguous()
-save_file({"logits": logits, "more": model.more_logits(np.array([30, 2])).contiguous()}, out)
+more = model.more_logits(np.array([30, 2])).contiguous()
+save_file({"logits": logits, "more": more, "states": model.hidden_states(np.arange(44)).contiguous()}, out)
 comm.close()
 """
 
@@ -41,28 +65,16 @@ BIASED_AND_TIED = {"attention_bias": True, "mlp_bias": True, "tie_word_embedding
 )
 def test_two_ranks_compute_what_one_does(settings: dict[str, bool], kernels: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, **settings)  # a vocabulary of 131 does not divide by 2
-    expected = whole_logits(load_tiny(tmp_path, kernels=kernels), TOKENS)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    outs = [tmp_path / f"{rank}.out" for rank in range(2)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(port), str(tmp_path), str(outs[rank]), kernels],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    results = [load_file(out) for out in outs]
+    model = load_tiny(tmp_path, kernels=kernels)
+    expected = whole_logits(model, TOKENS)
+    states = model.hidden_states(np.arange(44)).clone()
+    results = run_ranks(2, RANK, tmp_path, str(tmp_path), kernels)
     logits = [result["logits"] for result in results]
     assert all(torch.equal(result["more"], logits[0][[30, 2]]) for result in results), "also asked for afterwards"
     assert torch.equal(logits[0], logits[1])
     torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-4)
+    # What rank 0 makes embeddings of.
+    torch.testing.assert_close(results[0]["states"], states, rtol=0, atol=1e-4)
 
 
 SUM = """
@@ -80,23 +92,7 @@ comm.close()
 
 
 def test_sums_over_three_ranks_do_not_depend_on_the_other_rows(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    outs = [tmp_path / f"{rank}.out" for rank in range(3)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SUM, str(rank), str(port), str(outs[rank])],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(3)
-    ]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    results = [load_file(out) for out in outs]
+    results = run_ranks(3, SUM, tmp_path)
     expected = sum(torch.randn(7, 33, generator=torch.Generator().manual_seed(rank)).double() for rank in range(3))
     for result in results:
         assert torch.equal(result["together"], results[0]["together"])

@@ -9,9 +9,10 @@ import pytest
 from gpu_workers.comm import LocalComm
 from gpu_workers.runner import Runner
 from gpu_workers.step_loop import run_plans
-from ipc.channels import AsyncRouter, BlockingDealer, new_incarnation
+from ipc.channels import AsyncRouter, BlockingDealer
 from ipc.codec import Decoder, unpack_ints
-from ipc.messages import FromWorker, StepFailed, StepResult, ToWorker, WorkerReady
+from ipc.engine_messages import FromWorker, StepFailed, StepResult, ToWorker, WorkerReady
+from ipc.sessions import new_incarnation
 from tests.unit.gpu_workers.plans import HashModel, new_row, plan
 
 
@@ -115,7 +116,7 @@ def test_whatever_fails_in_a_step_is_said_and_ends_the_loop(tmp_path, caplog, ki
     assert [record.getMessage() for record in caplog.records if record.name == "gpu_workers.step_loop"] == [
         f"step 1 failed: {kind.__name__}: no copy of [[7, 2]]; this rank ends"
     ]
-    assert received[-1] == StepFailed(1)
+    assert received[-1] == StepFailed()
 
 
 def test_a_result_that_cannot_be_sent_is_a_failed_step(tmp_path, caplog, monkeypatch):

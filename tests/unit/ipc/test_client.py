@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ipc.channels import AsyncRouter, new_incarnation
+from ipc.channels import AsyncRouter
 from ipc.client import AsyncClient, Client, RequestFailed
 from ipc.codec import Decoder
 from ipc.messages import (
@@ -25,9 +25,10 @@ from ipc.messages import (
     ToTokenizer,
     Welcome,
 )
+from ipc.sessions import new_incarnation
 from tests.unit.ipc.test_channels import until
 
-MODEL = ModelInfo(("m",), 100, 1000, 0, True)
+MODEL = ModelInfo(("m",), 100, 1000, 0, True, pooling="mean")
 
 
 class FakeTokenizer:
@@ -88,6 +89,24 @@ OPTIONS: dict[str, Any] = {
     "ttft_target_ms": 250,
     "cache_pin_seconds": 1.5,
 }
+
+
+def test_embeddings_are_made_as_asked_for_and_else_as_suits_the_model(endpoint: str) -> None:
+    async def main() -> None:
+        tokenizer = FakeTokenizer(endpoint)
+        client = AsyncClient([endpoint])
+        await client.connect(5)
+        for pooling in ("", "last", "cls"):
+            await client.embed(TextPrompt("a"), pooling)
+        assert [asked.pooling for asked in tokenizer.asked] == ["mean", "last", "cls"]
+        assert {(asked.params.max_tokens, asked.params.n) for asked in tokenizer.asked} == {(1, 1)}
+        with pytest.raises(RequestFailed, match="pooling must be one of last, mean, cls") as caught:
+            await client.embed(TextPrompt("a"), "max")  # type: ignore[arg-type]
+        assert caught.value.failed.param == "pooling"
+        await client.close()
+        tokenizer.router.close()
+
+    asyncio.run(main())
 
 
 def test_options_reach_the_engine(endpoint: str) -> None:

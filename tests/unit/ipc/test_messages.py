@@ -1,13 +1,16 @@
 """What the wire must do for every message: round trips, additions, and refusal of what does not fit."""
 
+from types import ModuleType
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipc import messages
+from ipc import engine_messages, messages, stats_messages
 from ipc.codec import Decoder, encode, pack_floats, pack_ints, unpack_floats, unpack_ints
-from ipc.messages import Abort, Generate, SamplingParams, StepResult, TextPrompt, ToTokenizer
+from ipc.engine_messages import StepResult
+from ipc.messages import Abort, Generate, SamplingParams, TextPrompt, ToTokenizer
 
 decode: Decoder[ToTokenizer] = Decoder(ToTokenizer)
 
@@ -65,8 +68,9 @@ def test_what_does_not_fit_the_union_is_refused(body: bytes) -> None:
         decode(body)
 
 
-def test_every_message_is_frozen_and_tagged() -> None:
-    for name, kind in vars(messages).items():
+@pytest.mark.parametrize("module", [messages, engine_messages, stats_messages])
+def test_every_message_is_frozen_and_tagged(module: ModuleType) -> None:
+    for name, kind in vars(module).items():
         if isinstance(kind, type) and issubclass(kind, messages.Message) and kind is not messages.Message:
             config = kind.__struct_config__
             assert config.frozen, name

@@ -49,7 +49,7 @@ def test_reports_arrive_as_lines_that_decode() -> None:
     decoder = msgspec.json.Decoder(Status)
     with os.fdopen(read, "rb") as pipe:
         reports = [decoder.decode(line) for line in pipe]
-    assert reports == [Progress("loading weights", 0.25), Ready(""), Idle(), StartFailed("two\nlines")]
+    assert reports == [Progress("loading weights", 0.25), Ready(), Idle(), StartFailed("two\nlines")]
 
 
 def test_a_launcher_that_is_gone_does_not_disturb_a_report() -> None:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,9 +21,14 @@ def lay_out(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_without_any_limit_it_is_what_the_system_has(tmp_path: Path) -> None:
+def free_memory(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+
+
+def test_without_any_limit_it_is_what_the_system_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_memory(monkeypatch, 123 * MIB)
     machine = look_around(tmp_path)
-    assert machine.memory_total == psutil.virtual_memory().total
+    assert machine.memory_available == 123 * MIB
     assert machine.cores == len(os.sched_getaffinity(0))
     assert machine.cpu_features == frozenset()
     assert machine.gpus == 0
@@ -43,7 +49,6 @@ def test_limits_of_a_version_2_group_and_of_those_above_it(tmp_path: Path) -> No
         },
     )
     machine = look_around(root)
-    assert machine.memory_total == 512 * MIB
     assert machine.memory_available == (512 - 300 + 100) * MIB
     assert machine.cores == 1  # one and a half
 
@@ -61,12 +66,14 @@ def test_limits_of_a_version_1_group_whose_path_is_the_hosts(tmp_path: Path) -> 
         },
     )
     machine = look_around(root)
-    assert machine.memory_total == 256 * MIB
     assert machine.memory_available == (256 - 56 + 6) * MIB
     assert machine.cores == 1
 
 
-def test_the_huge_number_that_version_1_writes_for_no_limit_is_none(tmp_path: Path) -> None:
+def test_the_huge_number_that_version_1_writes_for_no_limit_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_memory(monkeypatch, 1 << 64)  # more than that number
     root = lay_out(
         tmp_path,
         {
@@ -75,7 +82,7 @@ def test_the_huge_number_that_version_1_writes_for_no_limit_is_none(tmp_path: Pa
             "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{56 * MIB}\n",
         },
     )
-    assert look_around(root).memory_total == psutil.virtual_memory().total
+    assert look_around(root).memory_available == 1 << 64
 
 
 def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import msgspec
 
 from config.schema import SchedulerConfig
 from ipc.codec import pack_ints, unpack_floats, unpack_ints
-from ipc.messages import Failed, RowOutput, SamplingSpec, StepPlan, Submit
+from ipc.engine_messages import RowOutput, SamplingSpec, StepPlan, Submit
+from ipc.messages import Failed
 from scheduler_proc.batching import Batching
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.cost_model import CostModel
@@ -31,7 +32,7 @@ from scheduler_proc.events import (
 from scheduler_proc.invariants import violations
 from tests.unit.scheduler_proc.fake_worker import VOCABULARY, FakeWorker, continuation
 
-GREEDY = SamplingSpec(0.0, 0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, b"", b"", 0, b"", -1)
+GREEDY = SamplingSpec()
 PEER = b"tok0"
 
 
@@ -82,6 +83,7 @@ class Engine:
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
         self.cached: dict[int, int] = {}
+        self.embeddings: dict[int, bytes] = {}
         self.scores: dict[int, list[float]] = {}  # log-probabilities of prompts
         self.failures: dict[int, Failed] = {}
         self.silenced: set[int] = set()  # aborted or stopped from outside: nothing may come for them any more
@@ -131,6 +133,8 @@ class Engine:
                 continue
             self.outputs.setdefault(row.request_id, []).extend(unpack_ints(row.token_ids))
             self.cached[row.request_id] = row.cached_tokens
+            if row.embedding:
+                self.embeddings[row.request_id] = row.embedding
             if row.finish is not None:
                 self.ends[row.request_id] = row.finish
 

@@ -10,7 +10,7 @@ import struct
 from array import array
 
 from ipc.codec import unpack_ints
-from ipc.messages import NewRow, PromptScores, StepPlan, StepResult
+from ipc.engine_messages import NewRow, PromptScores, StepPlan, StepResult
 
 VOCABULARY = 50
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ipc.codec import pack_ints, unpack_ints
-from ipc.messages import StepResult, Submit
+from ipc.engine_messages import StepResult, Submit
 from scheduler_proc.core import ProtocolError
 from scheduler_proc.events import Arrived, StepDone
 from scheduler_proc.request import State

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from config.event_log_file import MAGIC
 from config.schema import SchedulerConfig
 from ipc.codec import pack_ints, unpack_ints
-from ipc.messages import NewRow, PromptScores, RowFailure, RowOutput, SamplingSpec, StepPlan, StepResult, Submit
+from ipc.engine_messages import NewRow, PromptScores, RowFailure, RowOutput, SamplingSpec, StepPlan, StepResult, Submit
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.event_log import EventLog, EventLogError, Header, Recorder, create, digest_of
 from scheduler_proc.events import (
@@ -45,7 +45,7 @@ FIRST_ID = 0x2A2B1C1D  # real ids are large, so that their bytes cannot turn up 
 END = FIRST_ID + 7
 BLOCKS = 18
 SCORE = b"\x11\x22\x33\x44"  # a float32
-SAMPLING = SamplingSpec(0.0, 0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, b"", b"", 0, b"", -1)
+SAMPLING = SamplingSpec()
 
 
 class Recorded:

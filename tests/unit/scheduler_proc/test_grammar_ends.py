@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from ipc.codec import unpack_ints
-from ipc.messages import RowFailure, StepPlan, StepResult
+from ipc.engine_messages import RowFailure, StepPlan, StepResult
 from tests.unit.scheduler_proc.engine import Engine
 from tests.unit.scheduler_proc.fake_worker import FakeWorker, continuation
 

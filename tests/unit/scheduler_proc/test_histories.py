@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ipc.codec import pack_ints
-from ipc.messages import StepResult
+from ipc.engine_messages import StepResult
 from scheduler_proc.block_pool import BlockPool
 from scheduler_proc.core import ProtocolError
 from scheduler_proc.events import StepDone

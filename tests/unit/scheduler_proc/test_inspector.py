@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipc.messages import CachedPrefix
+from ipc.stats_messages import CachedPrefix
 from scheduler_proc import inspector as module
 from scheduler_proc.inspector import MAX_PREFIXES, MAX_REQUESTS, Inspector
 from scheduler_proc.radix_tree import Node

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from config.schema import PolicyName, SchedulerConfig
-from ipc.messages import SamplingSpec, Submit
+from ipc.engine_messages import SamplingSpec, Submit
 from scheduler_proc.policies import make_policy
 from scheduler_proc.policies.base import Policy
 from scheduler_proc.policies.fair import QUANTUM, DeficitRoundRobin
@@ -19,7 +19,7 @@ from scheduler_proc.policies.longest_prefix import WINDOW
 from scheduler_proc.request import Request
 
 AGE = 10.0  # seconds
-SAMPLING = SamplingSpec(0.0, 0, 1.0, 0.0, 0, 1.0, 0.0, 0.0, b"", b"", 0, b"", -1)
+SAMPLING = SamplingSpec()
 
 
 def make_request(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipc.messages import PromptScores, StepResult
+from ipc.engine_messages import PromptScores, StepResult
 from scheduler_proc.core import ProtocolError
 from scheduler_proc.events import StepDone
 from tests.unit.scheduler_proc.engine import Engine

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ipc.messages import StepPlan
+from ipc.engine_messages import StepPlan
 from scheduler_proc.cost_model import CostModel
 from scheduler_proc.events import Tick
 from tests.unit.scheduler_proc.engine import Engine

@@ -5,7 +5,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ipc.codec import pack_floats, pack_ints, unpack_ints
-from ipc.messages import Delta, Finished, FinishReason, RawLogprobs, RowOutput, SamplingParams
+from ipc.engine_messages import RawLogprobs, RowOutput
+from ipc.messages import Delta, Finished, FinishReason, SamplingParams
 from tests.unit.tokenizer_proc.vocabularies import byte_level_vocabulary
 from tokenizer_proc.choice import LOOP_STOP_REASON, Choice, Progress
 
@@ -35,7 +36,7 @@ class Run:
         self.choice = Choice(7, 2, prompt, params, VOCABULARY)
         self.deltas: list[Delta] = []
         self.finished: Finished | None = None
-        self.stop_at: int | None = None
+        self.stops_early = False
 
     def take_plain(self, *ids: int) -> "Run":
         for token_id in ids:
@@ -46,7 +47,7 @@ class Run:
     def _note(self, progress: Progress) -> None:
         if progress.delta is not None:
             self.deltas.append(progress.delta)
-        self.finished, self.stop_at = progress.finished, progress.stop_at
+        self.finished, self.stops_early = progress.finished, progress.stops_early
 
     def take(self, *rows: RowOutput) -> "Run":
         for one in rows:
@@ -72,7 +73,7 @@ def test_length_finish_counts_every_token() -> None:
     run = Run(SamplingParams()).take(row(token("hello"), cached=2), row(token("h")), row(token("a"), finish="length"))
     assert run.text == "helloha"
     assert run.finished == Finished(7, 2, "length", None, 3, 3, 2)
-    assert run.stop_at is None
+    assert not run.stops_early
     assert all((delta.request_id, delta.index) == (7, 2) for delta in run.deltas)
 
 
@@ -98,7 +99,7 @@ def test_b001_stop_inside_a_token_ends_with_that_token() -> None:
     run = Run(SamplingParams(stop=("DE",))).take(row(token("a")), row(token("DEF")), row(token("b")))
     assert run.text == "a"
     assert run.finished == Finished(7, 2, "stop", "DE", 3, 2, 0)
-    assert run.stop_at == 2
+    assert run.stops_early
     assert run.token_ids == [token("a"), token("DEF")]
 
 
@@ -121,7 +122,7 @@ def test_a_stop_string_overrides_the_finish_that_comes_with_it(rows: tuple[RowOu
     run = Run(SamplingParams(stop=("DE",))).take(*rows)
     assert run.finished is not None
     assert (run.finished.reason, run.finished.stop_reason, run.finished.completion_tokens) == ("stop", "DE", 1)
-    assert run.stop_at is None  # the scheduler has ended it by itself
+    assert not run.stops_early  # the scheduler has ended it by itself
 
 
 def test_held_text_is_released_at_the_end() -> None:
@@ -250,7 +251,7 @@ def test_plain_tokens_mean_the_same_as_rows(
     as_plain = Run(params).take_plain(*ids).take(end)
     assert as_plain.deltas == as_rows.deltas
     assert as_plain.finished == as_rows.finished
-    assert as_plain.stop_at == as_rows.stop_at
+    assert as_plain.stops_early == as_rows.stops_early
     mixed = Run(params)
     for at, token_id in enumerate(ids):
         if at % 2:
@@ -268,7 +269,7 @@ def test_a_loop_ends_the_choice_with_all_of_its_text() -> None:
     assert run.token_ids == [a, b, a, b, a]
     assert run.finished is not None
     assert (run.finished.reason, run.finished.stop_reason) == ("stop", LOOP_STOP_REASON)
-    assert (run.finished.completion_tokens, run.stop_at) == (5, None)
+    assert (run.finished.completion_tokens, run.stops_early) == (5, False)
 
 
 def test_a_stop_string_within_a_loop_is_the_reason() -> None:

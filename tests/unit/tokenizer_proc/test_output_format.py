@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from ipc.codec import pack_ints
-from ipc.messages import ChatMessage, ChatPrompt, Delta, Outputs, RowOutput, SamplingParams, TextPrompt
+from ipc.engine_messages import RowOutput
+from ipc.messages import ChatMessage, ChatPrompt, Delta, Outputs, SamplingParams, TextPrompt
 from tests.unit.tokenizer_proc.test_service import MODEL, Bench
 from tests.unit.tokenizer_proc.vocabularies import CHATML, byte_level_vocabulary
 from tokenizer_proc.choice import Choice

@@ -8,6 +8,7 @@ from msgspec import structs
 
 from config.schema import GenerationDefaults
 from ipc.codec import pack_floats, pack_ints, unpack_ints
+from ipc.engine_messages import PromptScores, RowOutput
 from ipc.messages import (
     Delta,
     Detokenize,
@@ -17,8 +18,6 @@ from ipc.messages import (
     Generate,
     Outputs,
     PromptInfo,
-    PromptScores,
-    RowOutput,
     SamplingDefaults,
     SamplingParams,
     TextPrompt,

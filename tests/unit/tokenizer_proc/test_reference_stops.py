@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from ipc.codec import pack_ints
-from ipc.messages import Delta, RowOutput, SamplingParams
+from ipc.engine_messages import RowOutput
+from ipc.messages import Delta, SamplingParams
 from tokenizer_proc.choice import Choice
 from tokenizer_proc.vocabulary import Vocabulary, load_vocabulary
 

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from ipc.channels import LinkError
 from ipc.codec import pack_int64s, pack_ints, unpack_floats, unpack_ints
+from ipc.engine_messages import AbortRequests, RowOutput, StepOutputs, StopRequest, Submit, ToScheduler
 from ipc.messages import (
     Abort,
-    AbortRequests,
     ChatMessage,
     ChatPrompt,
     Delta,
@@ -21,17 +20,13 @@ from ipc.messages import (
     Hello,
     ModelInfo,
     Outputs,
-    RowOutput,
     SamplingParams,
-    StepOutputs,
-    StopAt,
-    Submit,
     TextPrompt,
     ToClient,
     TokenPrompt,
-    ToScheduler,
     Welcome,
 )
+from ipc.sessions import LinkError
 from tests.unit.tokenizer_proc.vocabularies import byte_level_vocabulary
 from tokenizer_proc.encoding import Prompt, PromptEncoder
 from tokenizer_proc.grammars import GrammarCompiler
@@ -295,7 +290,7 @@ def test_a_plain_row_can_complete_a_stop_string() -> None:
     bench.generate(stop=("ll",))
     (submit,) = bench.submits
     bench.step(plain=[(submit.request_id, HELLO)])
-    assert bench.asked[-1] == StopAt(submit.request_id, 1)
+    assert bench.asked[-1] == StopRequest(submit.request_id)
     before = bench.items()
     bench.step(plain=[(submit.request_id, HELLO)])
     bench.step(row(submit.request_id, EOS, finish="stop", stop_token=EOS))
@@ -370,7 +365,7 @@ def test_a_stop_string_is_told_to_the_scheduler_and_ends_the_output() -> None:
     bench.generate(stop=("ll",))
     (submit,) = bench.submits
     bench.step(row(submit.request_id, HELLO))
-    assert bench.asked[-1] == StopAt(submit.request_id, 1)
+    assert bench.asked[-1] == StopRequest(submit.request_id)
     before = bench.items()
     # What was in flight arrives late, and its finish reason changes nothing.
     bench.step(row(submit.request_id, HELLO), row(submit.request_id, EOS, finish="stop", stop_token=EOS))

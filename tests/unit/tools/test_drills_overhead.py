@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipc.codec import unpack_ints
-from ipc.messages import StepPlan, StepResult
+from ipc.engine_messages import StepPlan, StepResult
 from scheduler_proc.event_log import Entry, PlanDigest
 from scheduler_proc.events import StepDone, Tick
 from tests.unit.gpu_workers.tiny import save_tiny

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from ipc.codec import pack_ints
-from ipc.messages import StepPlan
+from ipc.engine_messages import StepPlan
 from scheduler_proc.cost_model import CostModel, StepShape
 from tools.simulate.costs import DEFAULT_COST, CostError, PlanShape, StepCost, fit_cost, parse_cost, shape_of
 

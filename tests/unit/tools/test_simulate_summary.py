@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipc.codec import pack_int64s, pack_ints
-from ipc.messages import Failed, NewRow, RowOutput, SamplingSpec, StepOutputs, StepPlan
+from ipc.engine_messages import NewRow, RowOutput, SamplingSpec, StepOutputs, StepPlan
+from ipc.messages import Failed
 from scheduler_proc.events import SendOutputs, SendPlan
 from tools.simulate.observer import Arriving, Observer, Sample, Status, means
 from tools.simulate.summary import PERCENTILES, Slo, Spread, latencies_of, percentile
@@ -35,7 +36,7 @@ def row(request_id: int, tokens: int, finish: str | None = None) -> RowOutput:
 
 
 def new(row: int, number: int) -> NewRow:
-    return NewRow(row, pack_ints([1]), 1, b"", SamplingSpec(0, 0, 1, 0, number, 1, 0, 0, b"", b"", 0, b"", -1))
+    return NewRow(row, pack_ints([1]), 1, b"", SamplingSpec(seed=number))
 
 
 def observed() -> Observer:

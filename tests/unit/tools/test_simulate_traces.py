@@ -89,7 +89,9 @@ def test_scales_and_limit(tmp_path: Path) -> None:
             "line 3: 1 hash_ids of 512 tokens are too few for an input_length of 900",
         ),
         ("[1]", "line 3: Expected `object`, got `array`"),
+        ('{"x": ' + 100_000 * "[", "line 3: .*recursion"),
     ],
+    ids=lambda value: value[:40],
 )
 def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "t"
