@@ -8,6 +8,7 @@ from aiohttp import web
 
 from .errors import UNAVAILABLE, ApiError
 from .generation import Generation
+from .middleware import CLIENT_GONE
 from .rendering import Renderer
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class EventStream:
         """Write whole events; raises `ClientGone`."""
         transport = self._request.transport
         if transport is None:
-            raise ClientGone
+            raise self._gone()
         if self._direct and not transport.is_closing():
             # The chunked coding of RFC 9112, section 7.1, without aiohttp's bookkeeping for each token.
             transport.write(b"%x\r\n%b\r\n" % (len(events), events))
@@ -50,7 +51,7 @@ class EventStream:
         if transport.get_write_buffer_size() > MAX_UNSENT:
             log.info("request %s: cut off, its client does not read", self._request["id"])
             transport.abort()
-            raise ClientGone
+            raise self._gone()
 
     async def _send(self, transport: asyncio.WriteTransport, events: bytes) -> None:
         self.begun = True
@@ -59,9 +60,13 @@ class EventStream:
                 await self._prepare(transport)
             await self.response.write(events)
         except ConnectionError:
-            raise ClientGone from None
+            raise self._gone() from None
         # From now on, since aiohttp has sent the headers with these events; not for HTTP/1.0.
         self._direct = self.response.headers.get("Transfer-Encoding") == "chunked"
+
+    def _gone(self) -> ClientGone:
+        self._request[CLIENT_GONE] = True
+        return ClientGone()
 
     async def _prepare(self, transport: asyncio.WriteTransport) -> None:
         async with self._preparing:
