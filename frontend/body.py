@@ -51,7 +51,8 @@ def _too_large(limit: int) -> ApiError:
 
 def decode_body(data: bytes, decoder: msgspec.json.Decoder[T]) -> tuple[T, list[str]]:
     """The typed body, and the names of fields that its type does not know."""
-    data = data.removeprefix(BOM_UTF8)  # as RFC 8259, section 8.1, allows
+    if data.startswith(BOM_UTF8):  # RFC 8259, section 8.1, forbids it
+        raise ApiError(400, "the body begins with a byte order mark: send UTF-8 without one")
     if not data or data.isspace():
         raise ApiError(400, "the body is empty: it must be a JSON object")
     check_depth(data)

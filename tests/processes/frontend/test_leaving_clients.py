@@ -123,7 +123,7 @@ def slow(value: Any, name: str | None = None) -> Any:
     return pytest.param(value, id=name, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("how", [slow("close"), "reset", "half-close", "close-notify"])
+@pytest.mark.parametrize("how", [slow("close"), slow("reset"), "half-close", "close-notify"])
 @pytest.mark.parametrize("line", ["hang", slow("mute"), slow("flood"), "clog"])
 def test_clients_that_leave(server: Server, engine: FakeEngine, how: str, line: str) -> None:
     before, idle, name = server.left(), server.connections(), f"{id(server)}-{how}-{line}"
@@ -194,6 +194,7 @@ def test_connections_that_come_to_nothing_are_given_up(server: Server, data: byt
     wait_until(lambda: server.connections() <= idle)
 
 
+@pytest.mark.slow
 def test_a_handshake_without_a_request_is_given_up(server: Server) -> None:
     connection = server.connect()
     connection.connect()
