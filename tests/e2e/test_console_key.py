@@ -54,7 +54,7 @@ async def look(server: Server, page: Page) -> None:
     await page.type("#question", "What is the capital of France?")
     before = await page.evaluate("document.querySelectorAll('canvas')[0].toDataURL()")
     await page.click("#send")
-    await page.until("document.querySelector('.turn.assistant .stats')")
+    await page.until("document.querySelector('.turn.assistant .stats') !== null")
     assert await page.evaluate("document.querySelector('.turn.assistant .text').textContent")
     await page.until(f"document.querySelectorAll('canvas')[0].toDataURL() !== {before!r}")
 
