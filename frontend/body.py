@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from codecs import BOM_UTF8
 from typing import TypeVar
 
 import msgspec
@@ -50,6 +51,10 @@ def _too_large(limit: int) -> ApiError:
 
 def decode_body(data: bytes, decoder: msgspec.json.Decoder[T]) -> tuple[T, list[str]]:
     """The typed body, and the names of fields that its type does not know."""
+    if data.startswith(BOM_UTF8):  # RFC 8259, section 8.1, forbids it
+        raise ApiError(400, "the body begins with a byte order mark: send UTF-8 without one")
+    if not data or data.isspace():
+        raise ApiError(400, "the body is empty: it must be a JSON object")
     check_depth(data)
     try:
         data.decode()  # the decoder does not look into strings of fields that it skips
@@ -59,7 +64,11 @@ def decode_body(data: bytes, decoder: msgspec.json.Decoder[T]) -> tuple[T, list[
         raise ApiError(400, f"the body is not valid UTF-8 (byte {error.start})") from None
     except msgspec.ValidationError as error:
         raise invalid_body(str(error)) from None
-    except (msgspec.DecodeError, RecursionError) as error:
+    except RecursionError:
+        raise _too_deep() from None  # brackets that are never closed
+    except msgspec.DecodeError as error:
+        if b"\0" in data[:4]:
+            raise ApiError(400, "the body is not UTF-8: it seems to be UTF-16 or UTF-32") from None
         raise ApiError(400, f"the body is not valid JSON, or holds an unpaired surrogate: {error}") from None
 
 
@@ -90,4 +99,8 @@ def check_depth(data: bytes) -> None:
             break
         brackets = brackets.replace(b"[]", b"")
     if b"[]" in brackets:
-        raise ApiError(400, f"the body nests deeper than {MAX_DEPTH} levels")
+        raise _too_deep()
+
+
+def _too_deep() -> ApiError:
+    return ApiError(400, f"the body nests deeper than {MAX_DEPTH} levels")

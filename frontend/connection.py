@@ -2,27 +2,51 @@
 
 import asyncio
 import logging
+import re
+import select
 import uuid
 from collections.abc import Iterable
 from typing import Any, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
 
 from .errors import UNAVAILABLE, ApiError
 from .middleware import REQUEST_ID
 
 log = logging.getLogger(__name__)
 
+MAX_LINE = 8190  # bytes of the first line, and of each header; aiohttp's own bound
+_QUOTED = re.compile(r"[:\n].*", re.DOTALL)
+
+
+def _reason(message: str, error: BaseException | None) -> str:
+    """aiohttp's words without the bytes it quotes, which may be a key or a part of a prompt."""
+    if isinstance(error, LineTooLong):
+        return f"its first line, and each of its headers, may have at most {MAX_LINE} bytes"
+    return _QUOTED.sub("", message)
+
+
+def _has_hung_up(wire: asyncio.Transport) -> bool:
+    """Whether the other side of a TLS connection has closed it without saying so in TLS, of which uvloop tells nothing
+    before everything is sent."""
+    if wire.get_extra_info("ssl_object") is None or not hasattr(select, "POLLRDHUP"):
+        return False
+    poll = select.poll()
+    poll.register(wire.get_extra_info("socket").fileno(), select.POLLRDHUP)
+    return bool(poll.poll(0))
+
 
 class Connection(web.RequestHandler):
     """Errors that arise before or outside of the application get the error object too, and no traceback in the log."""
 
-    __slots__ = ("__weakref__", "_backlog", "_since", "_wire")
+    __slots__ = ("__weakref__", "_backlog", "_since", "_waited", "_wire")
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._wire: asyncio.Transport | None = None  # aiohttp forgets its own before everything is sent
         self._backlog = 0  # bytes that waited for the client when last looked
+        self._waited = False  # whether anything did
         self._since = 0.0  # seconds of the loop's clock: when that was less, or nothing
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -34,15 +58,21 @@ class Connection(web.RequestHandler):
         super().connection_lost(error)
 
     def check_backlog(self, now: float, most_seconds: float) -> None:
-        """Cut the client off when the bytes that wait for it have not become fewer for so long."""
+        """Cut the client off when it has not taken in a byte of what waits for it for so long.
+
+        Of a connection that is ending something may wait where it cannot be counted, in the buffers below TLS: uvloop
+        waits for them without a limit.
+        """
         if self._wire is None:
             return
         backlog = self._wire.get_write_buffer_size()
-        if not backlog or backlog < self._backlog or not self._backlog:
+        waits = backlog > 0 or self._wire.is_closing() or _has_hung_up(self._wire)
+        if not waits or backlog < self._backlog or not self._waited:
             self._since = now
         self._backlog = backlog
+        self._waited = waits
         if now - self._since > most_seconds:
-            log.info("a client was cut off that takes in nothing of %d bytes for %g s", backlog, most_seconds)
+            log.info("a client was cut off that takes in nothing for %g s (%d bytes and more)", most_seconds, backlog)
             self._wire.abort()
 
     def handle_error(
@@ -56,7 +86,7 @@ class Connection(web.RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("a response has already begun")
         if status < 500:
-            error = ApiError(status, f"this is not an HTTP request: {message or 'malformed'}")
+            error = ApiError(status, f"this is not an HTTP request: {_reason(message or 'malformed', exc)}")
         else:
             log.error("connection failed", exc_info=exc)
             error = ApiError(status, "internal error", type=UNAVAILABLE)

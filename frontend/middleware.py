@@ -21,6 +21,7 @@ IGNORED = "x-tokenmill-ignored"
 MAX_IGNORED = 20  # names in the header
 MAX_IGNORED_LENGTH = 64  # characters of each, before encoding
 _VALID_ID = re.compile(r"[\x21-\x7e][\x20-\x7e]{0,127}")
+CLIENT_GONE = "client_gone"  # set on a request whose client left, or was cut off, while it was answered
 _CLIENT_CLOSED = 499  # nginx's number for a client that left; only metrics see it
 
 
@@ -63,7 +64,8 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     status = _CLIENT_CLOSED
     try:
         response = await _answer(request, handler)
-        status = response.status
+        if not request.get(CLIENT_GONE):
+            status = response.status
         return response
     finally:
         resource = request.match_info.route.resource

@@ -86,6 +86,8 @@ async def serve(spec: ChildSpec, control: Control) -> None:
         backlog=1024,
         ssl=tls,
         ssl_handshake_timeout=None if tls is None else server.client_timeout,
+        # For the client to say that it closes too; the default is 30 s.
+        ssl_shutdown_timeout=None if tls is None else min(_LINGER_SECONDS, server.client_timeout),
     )
     control.stage("waiting for the engine")
     stats.start()

@@ -3,12 +3,12 @@
 import asyncio
 import logging
 import time
-from contextlib import suppress
 
 from aiohttp import web
 
 from .errors import UNAVAILABLE, ApiError
 from .generation import Batch, Generation
+from .middleware import CLIENT_GONE
 from .rendering import Renderer
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class EventStream:
         """Write whole events; raises `ClientGone`."""
         transport = self._request.transport
         if transport is None or transport.is_closing():
-            raise ClientGone
+            raise self._gone()
         if self._prepared:
             # The chunked coding of RFC 9112, section 7.1, without aiohttp's bookkeeping for each token.
             transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
@@ -59,16 +59,22 @@ class EventStream:
         if transport.get_write_buffer_size() > MAX_UNSENT:
             log.info("request %s: cut off, its client does not read", self._request["id"])
             transport.abort()
-            raise ClientGone
+            raise self._gone()
+
+    def _gone(self) -> ClientGone:
+        self._request[CLIENT_GONE] = True
+        return ClientGone()
 
     async def _begin(self, transport: asyncio.WriteTransport) -> None:
         # Above our own limit, so that a write returns at once instead of waiting for the client to read.
         transport.set_write_buffer_limits(high=2 * MAX_UNSENT)
-        with suppress(ConnectionError):  # whoever sends next finds the transport closed
+        try:
             await self.response.prepare(self._request)
             self._chunked = self.response.headers.get("Transfer-Encoding") == "chunked"  # not for HTTP/1.0
             self._prepared = True
             await self.response.write(b"".join(self._first))  # by aiohttp, which puts the headers in front
+        except ConnectionError:
+            self._request[CLIENT_GONE] = True  # whoever sends next finds the transport closed
 
     async def finish(self) -> None:
         """Return when all events have been written."""

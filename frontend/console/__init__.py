@@ -27,7 +27,8 @@ class Console:
         """Register the routes, and an end of all event streams before the server waits for its connections."""
         app.router.add_get("/", self._pages.index, expect_handler=expect)
         app.router.add_get("/console/static/{name}", self._pages.file, expect_handler=expect)
-        app.router.add_get("/console/events", self._events.stream, expect_handler=expect)
+        # No HEAD: aiohttp would answer it with a stream that never ends, and that holds one of the pages' places.
+        app.router.add_get("/console/events", self._events.stream, allow_head=False, expect_handler=expect)
         app.on_shutdown.append(self._end)
 
     @property

@@ -13,9 +13,13 @@ export const key = {
   set: (value) => (value ? sessionStorage.setItem("key", value) : sessionStorage.removeItem("key")),
 };
 
+// Others cannot stand in a header: fetch would fail as if there were no server.
+const SENDABLE = /^[\x20-\x7e]*$/;
+
 /** Fetch `path`; throws ApiError with the server's message for any status but 2xx. */
 export async function call(path, options = {}) {
   const headers = new Headers(options.headers);
+  if (!SENDABLE.test(key.get())) throw new ApiError(401, "the API key is not one of this server's: those are of ASCII characters");
   if (key.get()) headers.set("Authorization", `Bearer ${key.get()}`);
   const response = await fetch(path, { ...options, headers });
   if (!response.ok) throw new ApiError(response.status, await messageOf(response));
