@@ -15,11 +15,14 @@ setup:
 serve: setup
 	@exec $(BIN)/python -m launch --model $(MODEL) $(ARGS)
 
+# Files of tests on two cores at once, those with the real server first and one after the other (ARGS="-n 0": all so).
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-all: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

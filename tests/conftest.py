@@ -11,6 +11,15 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes run tests (pytest-xdist), each file stays in one, for its fixtures, and all that start the
+    real server in one, for the cores.
+    """
+    for item in items:
+        file = item.path.relative_to(REPOSITORY)
+        item.add_marker(pytest.mark.xdist_group("server" if file.parts[1] in ("e2e", "fuzz") else str(file)))
+
+
 @pytest.fixture(scope="session")
 def model_path() -> Path:
     """The default model's GGUF file, which `make setup` puts into models/."""
