@@ -128,7 +128,7 @@ def test_a_result_that_cannot_be_sent_is_a_failed_step(tmp_path, caplog, monkeyp
     with caplog.at_level(logging.INFO, logger="gpu_workers"):
         status, received = run_worker(tmp_path, talk)
     assert status == 1
-    assert received[1:] == [StepFailed(0)]
+    assert received[1:] == [StepFailed()]
     [record] = [record for record in caplog.records if record.name == "gpu_workers.step_loop"]
     assert record.getMessage().startswith("step 0 failed: TypeError: ")
 
