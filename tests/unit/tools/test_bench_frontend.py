@@ -1,5 +1,6 @@
 """The frontend's benchmark measures a real frontend, prints what it says, and explains itself."""
 
+import contextlib
 import itertools
 import json
 import re
@@ -45,7 +46,7 @@ def serve(listener: socket.socket, *parts: bytes) -> None:
     """Answer every request on one connection with these parts, each sent when the one before is likely to be read."""
     connection, _ = listener.accept()
     pause = threading.Event()
-    with connection:
+    with connection, contextlib.suppress(ConnectionError):  # the client has measured, and leaves in the midst of it
         while connection.recv(1 << 16):
             for part in parts:
                 connection.sendall(part)
