@@ -3,8 +3,10 @@
 import re
 
 _MAX_CHARS = 500
-_WORDS = (  # what it says, and what is told instead; applied one after the other
-    (re.compile(r"\s*<(?:non-)?verbose/>.*", re.DOTALL), ""),
+# What it says, and what is told instead; applied one after the other. It may quote 100,000 characters of what a client
+# wrote, so none begins with a repetition.
+_WORDS = (
+    (re.compile(r"<(?:non-)?verbose/>.*", re.DOTALL), ""),
     (re.compile(r"^(?:NoExtensionBias|NoExtension)\b.*", re.DOTALL), "no output can match it"),
     (re.compile(r"^(?:LexerTooComplex|ParserTooComplex)\b"), "it is too complex"),
     (re.compile(r"; following special tokens are available:.*", re.DOTALL), ""),

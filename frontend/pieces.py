@@ -56,9 +56,9 @@ class OutputParser(ABC):
         """The output has ended: what is left."""
 
 
-def is_whole(arguments: str | None) -> bool:
+def is_whole(arguments: str) -> bool:
     """Whether these are the arguments of a call that can be made: the output may have ended inside them."""
     try:
-        return arguments is not None and isinstance(msgspec.json.decode(arguments), dict)
+        return isinstance(msgspec.json.decode(arguments), dict)
     except (msgspec.DecodeError, RecursionError):
         return False

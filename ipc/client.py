@@ -104,7 +104,11 @@ class Stream:
         return self._aborted or self._failed is not None or self._open_choices == 0
 
     def abort(self) -> None:
-        """Stop the generation; whoever iterates gets no further item. Does nothing to a stream that has ended."""
+        """Stop the generation; whoever iterates gets no further item. Does nothing to a stream that has ended.
+
+        A callback is not called any more in either case: the last items may have arrived and not been handed on.
+        """
+        self._take = None
         if not self.done:
             self._aborted = True
             self._items.clear()

@@ -84,7 +84,12 @@ class Fleet:
     async def replace(self, ended: Iterable[Process]) -> list[Process]:
         """Successors of processes that have ended. StartError as in `start_all`."""
         ended = list(ended)
-        after_crash = any(process.crashed for process in ended if process.role == "worker")
+        # Those that were never ready have not told the scheduler of the crash before them.
+        after_crash = any(
+            process.crashed or (process.after_crash and not process.ready)
+            for process in ended
+            if process.role == "worker"
+        )
         return await self._fill(((process.role, process.index) for process in ended), after_crash)
 
     async def _fill(self, places: Iterable[Place], after_crash: bool = False) -> list[Process]:

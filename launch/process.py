@@ -33,6 +33,7 @@ class Process:
         self.role = spec.role
         self.index = spec.index
         self.incarnation = spec.incarnation
+        self.after_crash = spec.after_crash
         self.name = f"{spec.role} {spec.index}"
         self.stage = "starting"
         self.fraction: float | None = None

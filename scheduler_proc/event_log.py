@@ -56,7 +56,6 @@ _DROPPED = 0  # stands for a sampled token that the core threw away; no syntheti
 _MASK = 0x7FFFFFFF
 
 _encode = msgspec.msgpack.Encoder().encode
-# Planning does not look at it.
 
 
 class EventLogError(Exception):
@@ -256,7 +255,7 @@ class Recorder:
             submit,
             token_ids=self._hide_prompt(chain, submit.token_ids),
             stop_token_ids=b"",
-            sampling=SamplingSpec(),
+            sampling=SamplingSpec(),  # planning does not look at it
             namespace=self._hide_name(submit.namespace),
             external_id=self._hide_name(submit.external_id),
             tenant=self._hide_name(submit.tenant),

@@ -12,8 +12,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes run tests (pytest-xdist), each file stays in one, for its fixtures, and all that start the
-    real server in one, for the cores.
+    """Where several processes run tests (pytest-xdist), each file stays in one, and all that start the real server in one.
+
+    So fixtures are made once, and no two servers want the same cores.
     """
     for item in items:
         file = item.path.relative_to(REPOSITORY)

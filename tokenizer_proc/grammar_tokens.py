@@ -4,9 +4,10 @@ import re
 
 from config.grammar import TokenTable
 
-# Strings, comments and regular expressions are skipped: what looks like a token there is text.
+# Strings, comments and regular expressions are skipped: what looks like a token there is text. An opening bracket ends
+# what an earlier one has begun, so that many of them are no more work than one.
 _PARTS = re.compile(
-    r'"(?:\\.|[^"\\\n])*+"|//[^\n]*|/(?:\\.|[^/\\\n])++/|(?P<ids><\[[^\]\n]*\]>)|(?P<name><[^<>\s\[\]"]+>)'
+    r'"(?:\\.|[^"\\\n])*+"|//[^\n]*|/(?:\\.|[^/\\\n])++/|(?P<ids><\[[^\]\n<]*+\]>)|(?P<name><[^<>\s\[\]"]+>)'
 )
 _RANGE = re.compile(r"\s*([0-9]{1,10})\s*(?:-\s*([0-9]{1,10})\s*)?")
 

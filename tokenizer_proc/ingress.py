@@ -22,8 +22,6 @@ class Limits(Struct, frozen=True):
     model: ModelInfo
     eos_token_ids: tuple[int, ...]
     pool_tokens: int  # positions in the KV pool
-    max_queue_requests: int
-    max_queue_tokens: int
     stop_on_loop: int = 0  # repeats that end an output, for requests that do not say
     max_new_tokens: int | None = None  # the model's own limit, for requests that do not say
 
@@ -90,15 +88,16 @@ def output_budget(num_prompt: int, message: Generate, limits: Limits) -> int:
 
 def _check_queue(num_prompt: int, choices: int, limits: Limits) -> None:
     """Choices wait one by one: more than the queue ever holds would be told to try again for ever."""
-    if choices > limits.max_queue_requests:
+    if choices > limits.model.max_queue_requests:
         raise InvalidRequest(
-            f"n is {choices}, but at most {limits.max_queue_requests} choices can wait (--max-queue-requests)", "n"
+            f"n is {choices}, but at most {limits.model.max_queue_requests} choices can wait (--max-queue-requests)",
+            "n",
         )
     waiting = num_prompt * (choices - 1)
-    if waiting > limits.max_queue_tokens:
+    if waiting > limits.model.max_queue_tokens:
         raise InvalidRequest(
             f"n is {choices}: while one choice starts, the others wait with {waiting} prompt tokens together, but at "
-            f"most {limits.max_queue_tokens} can (--max-queue-tokens)",
+            f"most {limits.model.max_queue_tokens} can (--max-queue-tokens)",
             "n",
         )
 

@@ -82,8 +82,6 @@ class Tokenizer:
                 model,
                 spec.arch.eos_token_ids,
                 spec.num_blocks * spec.config.scheduler.block_size,
-                spec.config.scheduler.max_queue_requests,
-                spec.config.scheduler.max_queue_tokens,
                 spec.config.scheduler.stop_on_loop,
                 spec.generation.max_new_tokens,
             ),

@@ -276,6 +276,18 @@ def test_ranks_are_told_whether_one_before_them_crashed(launch: Launch) -> None:
     assert stop(launcher) == 1
 
 
+def test_ranks_hear_of_a_crash_also_where_their_predecessors_never_came_up(launch: Launch) -> None:
+    launcher = launch(behaviour={"worker-0": ["obey", "loading", "obey"]})
+    launcher.wait_ready()
+    os.kill(launcher.pids("worker-0")[0], signal.SIGSEGV)
+    wait_for(lambda: "worker-0 loading" in launcher.events, "the second life")
+    os.kill(launcher.pids("worker-0")[1], signal.SIGKILL)
+    wait_for(lambda: "back after" in launcher.errors, "the recovery")
+    [directory] = launcher.run_parent.iterdir()
+    assert json.loads((directory / "worker-0.json").read_text())["after_crash"] is True
+    assert stop(launcher) == 1
+
+
 @pytest.mark.parametrize(("level", "shown"), [("info", False), pytest.param("debug", True, marks=pytest.mark.slow)])
 def test_an_error_of_a_running_process_is_one_line(launch: Launch, level: str, shown: bool) -> None:
     launcher = launch("--log-level", level, behaviour={"tokenizer-0": ["fails", "obey"]})

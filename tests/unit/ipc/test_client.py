@@ -288,6 +288,29 @@ def test_an_aborted_delivery_ends_without_another_item(endpoint: str, text: str)
     asyncio.run(main())
 
 
+def test_an_aborted_delivery_gets_nothing_of_what_had_arrived_with_the_end(endpoint: str) -> None:
+    async def main() -> None:
+        FakeTokenizer(endpoint)
+        client = AsyncClient([endpoint])
+        await client.connect(5)
+        got: list[Items] = []
+        # The first takes what all have got, and the others have their turn later.
+        first = client.generate(TextPrompt("a"), SamplingParams())
+        others = [client.generate(TextPrompt("a"), SamplingParams()) for _ in range(400)]
+
+        def stop(items: Items) -> None:
+            for other in others:
+                other.abort()
+            got.clear()
+
+        await asyncio.wait_for(asyncio.gather(first.deliver(stop), *(other.deliver(got.append) for other in others)), 5)
+        assert not got
+        assert any(not other._aborted for other in others), "some had ended when they were aborted"
+        await client.close()
+
+    asyncio.run(main())
+
+
 def test_many_streams_get_each_what_is_theirs_in_order(endpoint: str) -> None:
     async def main() -> None:
         FakeTokenizer(endpoint)

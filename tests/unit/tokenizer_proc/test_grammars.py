@@ -150,6 +150,20 @@ def test_a_broken_grammar_is_refused_in_llguidance_words(child: Compiler, kind: 
 
 
 @pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("lark", f"start: {'<[' * 60_000}"),
+        ("lark", f"start: {'<[1,' * 30_000}"),
+        ("regex", f"({' ' * 100_000}"),
+        ("json_schema", json.dumps({"pattern": f"({' ' * 100_000}", "type": "string"})),
+    ],
+)
+def test_a_long_run_of_anything_is_refused_soon(child: Compiler, kind: str, source: str) -> None:
+    """Where that took a minute, the child's alarm would end this process."""
+    assert len(refusal(child, kind, source)) <= 503
+
+
+@pytest.mark.parametrize(
     "source",
     ["<|end|>", '"a" <|end|>', "<[265]>", "<[2,260-265]>", "<[^264]>", "<[*]>", '"<|start|>" /<a>/ <|end|> // x'],
 )

@@ -65,8 +65,6 @@ class Bench:
         encoder: PromptEncoder | None = None,
         pool_tokens: int = 1000,
         model: ModelInfo = MODEL,
-        max_queue_requests: int = 1000,
-        max_queue_tokens: int = 100_000,
         stop_on_loop: int = 0,
         max_new_tokens: int | None = None,
         grammars: GrammarCompiler | None = None,
@@ -78,7 +76,7 @@ class Bench:
         self.service = Service(
             VOCABULARY,
             encoder or PromptEncoder(VOCABULARY, None, model.max_model_len),
-            Limits(model, (EOS,), pool_tokens, max_queue_requests, max_queue_tokens, stop_on_loop, max_new_tokens),
+            Limits(model, (EOS,), pool_tokens, stop_on_loop, max_new_tokens),
             max_encoding=2,
             to_client=lambda peer, message: self.sent.append((peer, message)) is None,
             to_scheduler=self._ask,
@@ -569,7 +567,7 @@ def test_prompts_that_wait_for_encoding_are_bounded() -> None:
 def test_choices_that_can_never_wait_together_are_refused_for_good(
     limits: dict[str, int], n: int, refusal: str | None
 ) -> None:
-    bench = Bench(**limits)
+    bench = Bench(model=structs.replace(MODEL, **limits))
     bench.generate(n=n)
     if refusal is None:
         assert len(bench.submits) == n
