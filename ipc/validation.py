@@ -109,7 +109,7 @@ def validate_together(tokens: Sequence[int], n: int, model: ModelInfo, name: str
             "can wait at once (--max-queue-requests)",
             name,
         )
-    waiting = sum(tokens) * n - max(tokens, default=0)
+    waiting = sum(tokens) * n - min(tokens, default=0)  # whichever of them starts first
     if waiting > model.max_queue_tokens:
         raise InvalidRequest(
             f"{name}: while one of these {choices} choices starts, the others wait with {waiting} prompt tokens, but "

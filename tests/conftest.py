@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes run tests (pytest-xdist), each file stays in one, and all that start the real server in one.
+    """Where several processes run tests (pytest-xdist), a file stays in one, and all that start the real server in one.
 
     So fixtures are made once, and no two servers want the same cores.
     """
