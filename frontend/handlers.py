@@ -1,5 +1,7 @@
 """OpenAI's routes."""
 
+import asyncio
+
 from aiohttp import web
 
 from ipc.messages import ModelInfo
@@ -39,7 +41,7 @@ async def generate(request: web.Request, job: Job, renderer: Renderer) -> web.St
     service = request.app[SERVICE]
     service.model_for_new_request()  # a drain may have begun while the body was read
     with service.running():
-        await check_together(service.client, job.prompts, job.params.n, "prompt")
+        await check_together(service.client, job.prompts, job.params.n, "prompt", job.params.prompt_logprobs)
         generation = Generation(service.client, job, request["id"], service.metrics, tenant_of(request))
         renderer.prompt_of = generation.prompt_of
         try:
@@ -47,7 +49,11 @@ async def generate(request: web.Request, job: Job, renderer: Renderer) -> web.St
                 return await stream_answer(request, generation, renderer, request.app[KEEP_ALIVE])
             batches: list[Batch] = []
             await generation.deliver(batches.append)
-            return encoded_response(renderer.whole(batches, generation.usage()))
+            usage = generation.usage()
+            if job.params.logprobs is None and job.params.prompt_logprobs is None:
+                return encoded_response(renderer.whole(batches, usage))
+            # Millions of values take seconds, in which other streams must go on.
+            return encoded_response(await asyncio.to_thread(renderer.whole, batches, usage))
         finally:
             # Also reached when the client leaves: aiohttp then cancels this handler.
             generation.close()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ipc.client import AsyncClient, RequestFailed
 from ipc.messages import ChatPrompt, TextPrompt, TokenPrompt
-from ipc.validation import MAX_TOKENIZE_BYTES, InvalidRequest, validate_together
+from ipc.validation import MAX_PROMPT_LOGPROBS, MAX_TOKENIZE_BYTES, InvalidRequest, validate_together
 
 from .errors import ApiError
 
@@ -15,7 +15,11 @@ _SPECIALS = 8  # tokens that a text may have beside one for each byte
 
 
 async def check_together(
-    client: AsyncClient, prompts: Sequence[TextPrompt | ChatPrompt | TokenPrompt], n: int, name: str
+    client: AsyncClient,
+    prompts: Sequence[TextPrompt | ChatPrompt | TokenPrompt],
+    n: int,
+    name: str,
+    prompt_logprobs: int | None = None,
 ) -> None:
     """Raise `ApiError` 400, naming `name`, when they would not all fit an empty queue."""
     model = client.model
@@ -27,9 +31,11 @@ async def check_together(
         for prompt, count in zip(prompts, least, strict=True)
     ]
     try:
-        validate_together(least, n, model, name)
-        if sum(most) * n > model.max_queue_tokens:  # else it cannot matter how long the texts are
-            validate_together([await _count(client, prompt) for prompt in prompts], n, model, name)
+        validate_together(least, n, model, name, prompt_logprobs)
+        listed = 0 if prompt_logprobs is None else prompt_logprobs + 1
+        # Else it cannot matter how long the texts are.
+        if sum(most) * n > model.max_queue_tokens or sum(most) * n * listed > MAX_PROMPT_LOGPROBS:
+            validate_together([await _count(client, prompt) for prompt in prompts], n, model, name, prompt_logprobs)
     except InvalidRequest as error:
         raise ApiError.of_invalid(error) from None
 

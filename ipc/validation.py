@@ -30,7 +30,7 @@ from .messages import (
 
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = 200_000  # of one request: prompt tokens times alternatives and the token itself
+MAX_PROMPT_LOGPROBS = 200_000  # of one request: prompt tokens times choices times alternatives and the token itself
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKENS = 64
@@ -96,12 +96,16 @@ def validate_prompt(prompt: TextPrompt | ChatPrompt | TokenPrompt, params: Sampl
         _check_chat(prompt, model)
 
 
-def validate_together(tokens: Sequence[int], n: int, model: ModelInfo, name: str) -> None:
+def validate_together(
+    tokens: Sequence[int], n: int, model: ModelInfo, name: str, prompt_logprobs: int | None = None
+) -> None:
     """Raise `InvalidRequest`, naming `name`, for prompts of one request that even an idle engine would not queue.
 
     tokens: least number of tokens of each prompt. Each has `n` choices, which wait one by one until they start; the
-    tokenizer process has the same rule for the choices of one prompt, whose length it knows.
+    tokenizer process has the same rule for the choices of one prompt, whose length it knows. Likewise for what
+    `prompt_logprobs` would list of all of them.
     """
+    check_listed(sum(tokens), n, prompt_logprobs)
     choices = len(tokens) * n
     if choices > model.max_queue_requests:
         raise InvalidRequest(
@@ -115,6 +119,20 @@ def validate_together(tokens: Sequence[int], n: int, model: ModelInfo, name: str
             f"{name}: while one of these {choices} choices starts, the others wait with {waiting} prompt tokens, but "
             f"at most {model.max_queue_tokens} can (--max-queue-tokens)",
             name,
+        )
+
+
+def check_listed(prompt_tokens: int, n: int, prompt_logprobs: int | None) -> None:
+    """Raise `InvalidRequest` when more log-probabilities of prompt tokens are asked for than one answer may hold."""
+    if prompt_logprobs is None:
+        return
+    listed = prompt_tokens * n * (prompt_logprobs + 1)
+    if listed > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs (or logprobs with echo) is {prompt_logprobs}: {prompt_logprobs + 1} values for each of "
+            f"{prompt_tokens} prompt tokens and {n} choices are {listed} values, but at most {MAX_PROMPT_LOGPROBS} can "
+            "be listed",
+            "prompt_logprobs",
         )
 
 

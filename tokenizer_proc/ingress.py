@@ -9,7 +9,7 @@ from config.schema import GenerationDefaults
 from ipc.codec import pack_floats, pack_ints
 from ipc.engine_messages import SamplingSpec, Submit
 from ipc.messages import ChatPrompt, Generate, ModelInfo, SamplingDefaults, SamplingParams
-from ipc.validation import MAX_PROMPT_LOGPROBS, InvalidRequest
+from ipc.validation import InvalidRequest, check_listed
 
 from .vocabulary import Vocabulary
 
@@ -60,12 +60,7 @@ def output_budget(num_prompt: int, message: Generate, limits: Limits) -> int:
             "context_length_exceeded",
         )
     _check_queue(num_prompt, params.n, limits)
-    if params.prompt_logprobs is not None and num_prompt * (params.prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
-        raise InvalidRequest(
-            f"prompt_logprobs (or logprobs with echo) is {params.prompt_logprobs}; of a prompt of {num_prompt} tokens "
-            f"it may be at most {MAX_PROMPT_LOGPROBS // num_prompt - 1}",
-            "prompt_logprobs",
-        )
+    check_listed(num_prompt, params.n, params.prompt_logprobs)
     if params.max_tokens is None:
         budget = max(1, limits.longest - num_prompt)
         if limits.max_new_tokens is not None:

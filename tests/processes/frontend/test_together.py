@@ -81,3 +81,13 @@ def test_inputs_of_embeddings(server: Frontend, small: FakeEngine, inputs: list[
     assert limit in answer.error()["message"]
     assert len(small.requests) == sent
     assert server.request("POST", "/v1/embeddings", {"model": "tiny", "input": inputs[:2]}).status == 200
+
+
+def test_listed_values_are_counted_over_all_prompts_and_choices(server: Frontend, small: FakeEngine) -> None:
+    """Of one prompt, the tokenizer process counts: tests/unit/tokenizer_proc/test_prompt_report.py."""
+    sent = len(small.requests)
+    fields = {"model": "tiny", "prompt": [[1] * 150] * 4, "max_tokens": 1, "n": 16, "prompt_logprobs": 20}
+    answer = server.request("POST", "/v1/completions", fields)
+    assert (answer.status, answer.error()["param"]) == (400, "prompt_logprobs")
+    assert f"{600 * 16 * 21} values, but at most 200000" in answer.error()["message"]
+    assert len(small.requests) == sent

@@ -253,6 +253,11 @@ def test_more_values_than_a_message_holds_are_refused() -> None:
     bench.generate(prompt=prompt, max_tokens=1, prompt_logprobs=10)
     failed = bench.failure()
     assert (failed.status, failed.param) == (400, "prompt_logprobs")
-    assert "at most 9" in failed.message
-    bench.generate(2, prompt, max_tokens=1, prompt_logprobs=9)
-    assert len(bench.submits) == 1
+    assert f"are {11 * length} values, but at most {MAX_PROMPT_LOGPROBS}" in failed.message
+    bench.generate(2, prompt, max_tokens=1, prompt_logprobs=5, n=2)  # each choice's answer has them again
+    failed = bench.items()[-1]
+    assert isinstance(failed, Failed)
+    assert "2 choices" in failed.message
+    bench.generate(3, prompt, max_tokens=1, prompt_logprobs=9)
+    bench.generate(4, prompt, max_tokens=1, prompt_logprobs=4, n=2)
+    assert len(bench.submits) == 3
