@@ -93,6 +93,7 @@ _OF_TYPE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
     ("CompletionRequest", "max_tokens"): {"integer": {**_LENGTH, "minimum": 0}},
     ("EmbeddingRequest", "input"): {"string": {"minLength": 1}, "array": {"minItems": 1}},
     ("ChatRequest", "tools"): {"array": {"maxItems": validation.MAX_TOOLS}},
+    ("AllowedTools", "tools"): {"array": {"minItems": 1}},
     ("Message", "name"): {"string": {"maxLength": validation.MAX_NAME}},
     ("ToolCall", "id"): {"string": {"maxLength": validation.MAX_TOOL_CALL_ID}},
     # Of functions: those that a request defines, that it chooses, and that an earlier turn called.

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from ipc.validation import MAX_TOOLS
+
 from .prompt_fields import CompletionLogprobs, PromptLogprobs
 from .unknown import Ignored
 
@@ -23,6 +25,7 @@ class StreamOptions(Struct):
 class ContentPart(Struct):
     type: str
     text: str | None = None
+    refusal: str | None = None  # of the assistant
 
 
 class FunctionCall(Struct):
@@ -47,6 +50,7 @@ class Message(Struct):
     function_call: dict[str, Any] | None = None  # refused with an explanation
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None  # of the assistant, where others have content
 
 
 class FunctionDefinition(Struct, omit_defaults=True):
@@ -66,10 +70,21 @@ class NamedFunction(Struct):
 
 
 class NamedTool(Struct):
-    """A `tool_choice` that is one function."""
-
     type: str
     function: NamedFunction | None = None
+
+
+class AllowedTools(Struct):
+    """Those of a request's tools that may be called."""
+
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[NamedTool], Meta(max_length=MAX_TOOLS)] | None = None
+
+
+class ToolChoice(NamedTool, omit_defaults=True):
+    """A `tool_choice` that is one function, or several that are allowed."""
+
+    allowed_tools: AllowedTools | None = None
 
 
 JsonSchema = dict[str, Any] | bool
@@ -164,7 +179,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None  # told to the templates of models that reason; "none": it shall not
     tools: list[Tool] | None = None
-    tool_choice: str | NamedTool | None = None
+    tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # Refused with an explanation:

@@ -62,7 +62,7 @@ def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
         tools.shown,
         _template_kwargs(body, model),
     )
-    renamed = {"logprobs": "top_logprobs"}
+    renamed = {"logprobs": "top_logprobs", **tools.renamed}
     max_tokens = body.max_tokens
     if body.max_completion_tokens is not None:
         max_tokens = body.max_completion_tokens
@@ -150,7 +150,11 @@ def _chat_message(index: int, message: protocol.Message) -> ChatMessage:
         if len(content) > MAX_PARTS:
             where = f"{where}.content"
             raise ApiError(400, f"{where} may have at most {MAX_PARTS} parts, not {len(content)}", param=where)
-        content = "".join(_part_text(f"{where}.content[{at}]", part) for at, part in enumerate(content))
+        content = "".join(_part_text(f"{where}.content[{at}]", part, message.role) for at, part in enumerate(content))
+    if message.refusal is not None:
+        if message.role != "assistant":
+            raise ApiError(400, f"{where}.refusal is for role assistant only", param=f"{where}.refusal")
+        content += message.refusal
     return ChatMessage(
         _ROLES.get(message.role, message.role),
         content,
@@ -161,7 +165,11 @@ def _chat_message(index: int, message: protocol.Message) -> ChatMessage:
     )
 
 
-def _part_text(where: str, part: protocol.ContentPart) -> str:
+def _part_text(where: str, part: protocol.ContentPart, role: protocol.Role) -> str:
+    if part.type == "refusal" and role == "assistant":
+        if part.refusal is None:
+            raise ApiError(400, f"{where}.refusal is required", param=f"{where}.refusal")
+        return part.refusal
     if part.type != "text":
         raise ApiError(400, f"{where}: only parts of type text are supported, not {part.type[:64]!r}", param=where)
     if part.text is None:

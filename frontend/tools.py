@@ -27,6 +27,7 @@ class ToolRequest(Struct, frozen=True):
     output_format: OutputFormat = OutputFormat()
     grammar: Grammar | None = None
     shown_special_tokens: tuple[str, ...] = ()
+    renamed: dict[str, str] = {}  # of the tools that are shown, to where the request has them
 
     def apply(self, job: "Job") -> "Job":
         """The same job with these tools."""
@@ -60,9 +61,18 @@ def tool_request(body: protocol.ChatRequest, model: ModelInfo) -> ToolRequest:
     if not model.tool_format:
         message = "tools: it is not known how this model writes tool calls (the server's --tool-parser says it)"
         raise ApiError(400, message, param="tools")
-    called = _demanded(body.tool_choice, functions)
+    choice: str | protocol.ToolChoice | None = body.tool_choice
+    renamed: dict[str, str] = {}
+    if isinstance(choice, protocol.ToolChoice) and choice.type == "allowed_tools":
+        if choice.allowed_tools is None:
+            where = "tool_choice.allowed_tools"
+            raise ApiError(400, f"{where} is required", param=where)
+        allowed = _allowed(choice.allowed_tools, functions)
+        functions = [functions[index] for index in allowed]
+        choice, renamed = choice.allowed_tools.mode, _places(allowed)
+    called = _demanded(choice, functions)
     most = None if body.parallel_tool_calls in (None, True) else 1
-    if isinstance(body.tool_choice, protocol.NamedTool):
+    if isinstance(choice, protocol.ToolChoice):
         most = 1
     # A call that is demanded comes at once, without reasoning.
     names = tuple(function.name for function in functions)
@@ -76,7 +86,7 @@ def tool_request(body: protocol.ChatRequest, model: ModelInfo) -> ToolRequest:
         output_format = msgspec.structs.replace(output_format, enforced="calls")
         grammar = _strict_grammar(functions, output_format, special, model)
     shown = msgspec.json.encode([_shown(function) for function in functions])
-    return ToolRequest(shown, output_format, grammar, special)
+    return ToolRequest(shown, output_format, grammar, special, renamed)
 
 
 def _without_tools(model: ModelInfo) -> ToolRequest:
@@ -105,8 +115,41 @@ def _shown(function: protocol.FunctionDefinition) -> dict[str, object]:
     return {"type": "function", "function": shown}
 
 
+def allowed_indices(allowed: Sequence[str | None], tools: Sequence[str | None], where: str) -> list[int]:
+    """Indices of the `tools` (names) that `tool_choice` allows; `ApiError` naming `where`, its list, for a bad one."""
+    if not allowed:
+        problem = f'{where} must name at least one of tools (tool_choice "none" is for no call at all)'
+        raise ApiError(400, problem, param=where)
+    if unknown := set(allowed) - set(tools):
+        name = min(str(name) for name in unknown)[:64]
+        raise ApiError(400, f"{where}: {name!r} is not one of tools", param=where)
+    return [index for index, name in enumerate(tools) if name in allowed]
+
+
+def _allowed(choice: protocol.AllowedTools, functions: Sequence[protocol.FunctionDefinition]) -> list[int]:
+    where = "tool_choice.allowed_tools.tools"
+    names = []
+    for at, tool in enumerate(choice.tools or ()):
+        if tool.type != "function":
+            problem = f"{where}[{at}].type must be function, not {tool.type[:64]!r}"
+            raise ApiError(400, problem, param=f"{where}[{at}].type")
+        if tool.function is None:
+            raise ApiError(400, f"{where}[{at}].function is required", param=f"{where}[{at}].function")
+        names.append(tool.function.name)
+    return allowed_indices(names, [function.name for function in functions], where)
+
+
+def _places(indices: Sequence[int]) -> dict[str, str]:
+    """What errors are about, of the tools that are shown, and where the request has it."""
+    return {
+        f"tools[{at}]{part}": f"tools[{index}]{part}"
+        for at, index in enumerate(indices)
+        for part in ("", ".function.name", ".function.parameters")
+    }
+
+
 def _demanded(
-    choice: str | protocol.NamedTool | None, functions: Sequence[protocol.FunctionDefinition]
+    choice: str | protocol.ToolChoice | None, functions: Sequence[protocol.FunctionDefinition]
 ) -> list[protocol.FunctionDefinition]:
     """The functions of which one must be called; none when the model decides."""
     if choice is None or choice == "auto":
@@ -117,7 +160,9 @@ def _demanded(
         message = f"tool_choice must be auto, none, required or a function, not {choice[:64]!r}"
         raise ApiError(400, message, param="tool_choice")
     if choice.type != "function" or choice.function is None:
-        message = 'tool_choice as an object must be {"type": "function", "function": {"name": ...}}'
+        message = (
+            'tool_choice as an object must be {"type": "function", "function": {"name": ...}} or of type allowed_tools'
+        )
         raise ApiError(400, message, param="tool_choice")
     name = choice.function.name
     found = [function for function in functions if function.name == name]

@@ -7,6 +7,7 @@ from ipc.messages import ModelInfo
 from ..errors import ApiError
 from ..protocol import ChatRequest
 from ..reasoning import thinking_kwargs
+from ..tools import allowed_indices
 from ..translation import Names, chat_request
 from .items import chat_messages
 from .protocol import ResponsesRequest, ResponsesTool, ResponsesToolChoice, TextFormat
@@ -89,15 +90,8 @@ def _tools(body: ResponsesRequest, names: Names) -> tuple[list[dict[str, Any]] |
     if choice.type != "allowed_tools":
         problem = f"tool_choice: only functions can be chosen, not {choice.type[:64]!r}"
         raise ApiError(400, problem, param="tool_choice.type")
-    if not choice.tools:
-        where = "tool_choice.tools"
-        problem = f'{where} must name at least one of tools (tool_choice "none" is for no call at all)'
-        raise ApiError(400, problem, param=where)
-    allowed = {tool.name for tool in choice.tools}
-    if unknown := allowed - {tool.name for tool in tools}:
-        name = min(str(name) for name in unknown)[:64]
-        raise ApiError(400, f"tool_choice.tools: {name!r} is not one of tools", param="tool_choice.tools")
-    offered = [index for index, tool in enumerate(tools) if tool.name in allowed]
+    allowed = [tool.name for tool in choice.tools or ()]
+    offered = allowed_indices(allowed, [tool.name for tool in tools], "tool_choice.tools")
     for at, index in enumerate(offered):
         names.add(f"tools[{at}]", f"tools[{index}]")
     return [chat_tools[index] for index in offered], choice.mode or "auto"

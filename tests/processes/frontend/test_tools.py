@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+from openai.types.chat import ChatCompletionAllowedToolChoiceParam, ChatCompletionAssistantMessageParam
 
 from ..fake_engine import MODEL, FakeEngine
 from .process import Frontend
@@ -149,10 +150,44 @@ def test_what_reaches_the_engine(client: openai.OpenAI, thinker: FakeEngine) -> 
     assert "get_weather" not in grammar.source
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools(client: openai.OpenAI, thinker: FakeEngine, mode: Any) -> None:
+    """OpenAI's form of it on chats, in the types of its client, behind a turn that was refused."""
+    allowed: ChatCompletionAllowedToolChoiceParam = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": mode, "tools": [{"type": "function", "function": {"name": "get_time"}}]},
+    }
+    refusal: ChatCompletionAssistantMessageParam = {
+        "role": "assistant",
+        "content": [{"type": "refusal", "refusal": "No."}],
+    }
+    answer = client.chat.completions.with_raw_response.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Pick a lock"}, refusal, *say(TIME)],
+        tools=TOOLS,
+        tool_choice=allowed,
+        extra_headers={"x-request-id": f"allowed-{mode}"},
+    )
+    assert "x-tokenmill-ignored" not in answer.headers
+    (call,) = answer.parse().choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    assert call.function.name == "get_time"
+    request = thinker.wait_for_request(f"allowed-{mode}")
+    assert [tool["function"]["name"] for tool in json.loads(request.prompt.tools)] == ["get_time"]
+    assert request.prompt.messages[1].content == "No."
+    grammar = request.params.grammar
+    assert (grammar is not None) == (mode == "required")
+    assert grammar is None or "get_weather" not in grammar.source
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+            "tool_choice.allowed_tools.tools",
+        ),
         ({"extra_body": {"functions": [{"name": "f"}]}}, "functions"),
         ({"tools": [{"type": "function", "function": {"name": "no good"}}]}, "tools[0].function.name"),
         ({"extra_body": {"chat_template_kwargs": {"x": 1}}}, "chat_template_kwargs.x"),

@@ -120,3 +120,18 @@ def test_bounds_are_those_that_are_enforced() -> None:
     (n,) = [branch for branch in schema["n"]["anyOf"] if branch["type"] == "integer"]
     assert (n["minimum"], n["maximum"]) == (1, 16)
     assert set(protocol.ChatRequest.__struct_fields__) == set(schema)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "valid"),
+    [
+        ({"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}, True),
+        ({"mode": "none", "tools": [{"type": "function", "function": {"name": "f"}}]}, False),
+        ({"mode": "required", "tools": []}, False),
+        ({"mode": "required", "tools": [{"type": "function", "function": {"name": "no good"}}]}, False),
+    ],
+)
+def test_allowed_tools_of_chats_are_described(allowed: dict[str, Any], valid: bool) -> None:
+    choice = {"$ref": "#/components/schemas/ToolChoice", "components": DOCUMENT["components"]}
+    validator = jsonschema.Draft202012Validator(choice)
+    assert validator.is_valid({"type": "allowed_tools", "allowed_tools": allowed}) == valid

@@ -165,6 +165,35 @@ def test_chat_contents() -> None:
     assert chat(messages=messages).prompts == (ChatPrompt(expected),)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"content": [{"type": "refusal", "refusal": "I can't."}]},
+        {"content": [{"type": "text", "text": "I "}, {"type": "refusal", "refusal": "can't."}]},
+        {"content": None, "refusal": "I can't."},
+        {"refusal": "I can't."},
+        {"content": "I can't.", "refusal": None},
+        {"content": "I ", "refusal": "can't."},
+    ],
+    ids=str,
+)
+def test_a_refusal_is_text_of_the_assistant(fields: dict[str, Any]) -> None:
+    """OpenAI's history: a part of type refusal, or the message's field as an answer has it."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", **fields}, {"role": "user", "content": "b"}]
+    expected = (ChatMessage("user", "a"), ChatMessage("assistant", "I can't."), ChatMessage("user", "b"))
+    assert chat(messages=messages).prompts == (ChatPrompt(expected),)
+
+
+@pytest.mark.parametrize("role", ["user", "system", "developer", "tool"])
+def test_only_the_assistant_refuses(role: str) -> None:
+    part = {"type": "refusal", "refusal": "no"}
+    error = refused(chat, messages=[{"role": role, "content": [part]}])
+    assert (error.status, error.body.param) == (400, "messages[0].content[0]")
+    error = refused(chat, messages=[{"role": role, "content": "", "refusal": "no"}])
+    assert (error.status, error.body.param) == (400, "messages[0].refusal")
+    chat(messages=[{"role": role, "content": "", "refusal": None}])
+
+
 def test_continuing_the_last_message_drops_the_generation_prompt() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (prompt,) = chat(messages=messages, continue_final_message=True).prompts
@@ -325,6 +354,7 @@ def test_both_kinds_refuse_by_name(fields: dict[str, Any], param: str) -> None:
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "refusal"}]}]}, "messages[0].content[0].refusal"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0].function"),
         ({"continue_final_message": True}, "continue_final_message"),
     ],

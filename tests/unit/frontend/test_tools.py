@@ -173,6 +173,65 @@ def test_the_schema_of_a_named_function_is_told_by_its_index() -> None:
     assert '"city"' in grammar.source.split("\n")[line - 1]
 
 
+def allow(*names: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"tools": [tool(name) for name in names], **fields}}
+
+
+@pytest.mark.parametrize("fields", [{}, {"parallel_tool_calls": False}, {"n": 2}])
+def test_allowed_tools_are_as_if_there_were_no_others(fields: dict[str, Any]) -> None:
+    """As OpenAI says: `auto` picks from among them, `required` calls one or more of them."""
+    tools = [tool("f"), tool("g", parameters=CITY, strict=True), tool("h")]
+    for mode in ("auto", "required", None):
+        some = chat(tools=tools, tool_choice=allow("h", "g", "h", mode=mode), **fields)
+        alone = chat(tools=tools[1:], tool_choice=mode, **fields)
+        assert msgspec.structs.replace(some, renamed=alone.renamed) == alone
+
+
+def test_errors_about_allowed_tools_tell_where_the_request_has_them() -> None:
+    tools = [tool("f"), tool("f"), tool("g", parameters={"type": "string"}), tool("h", parameters=CITY)]
+    for mode in ("auto", "required"):
+        error = refused(tools=tools, tool_choice=allow("g", mode=mode))
+        assert (error.status, error.body.param) == (400, "tools[2].function.parameters")
+        assert error.body.message.startswith("tools[2].function.parameters must be")
+    assert refused(tools=tools, tool_choice=allow("h", "f")).body.param == "tools[1].function.name"
+    large = tool("i", description="x" * MAX_TOOL_BYTES)
+    assert refused(tools=[*tools, large], tool_choice=allow("h", "i")).body.param == "tools[4]"
+    # Of what only the engine finds out, too.
+    job = chat(tools=tools, tool_choice=allow("h", mode="required"))
+    assert job.params.grammar is not None
+    (place,) = job.params.grammar.origins.values()
+    error = ApiError(400, f"{place}: no", param=place).renamed(job.renamed)
+    assert (error.body.param, error.body.message) == (
+        "tools[3].function.parameters",
+        "tools[3].function.parameters: no",
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+        ({"type": "allowed_tools", "allowed_tools": "f"}, "tool_choice.allowed_tools"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [tool()]}, "tool_choice.allowed_tools"),
+        (allow(), "tool_choice.allowed_tools.tools"),
+        (allow(tools=None), "tool_choice.allowed_tools.tools"),
+        (allow("f", "x"), "tool_choice.allowed_tools.tools"),
+        (allow(*["f"] * (MAX_TOOLS + 1)), "tool_choice.allowed_tools.tools"),
+        (allow("f", mode="none"), "tool_choice.allowed_tools.mode"),
+        (allow(tools=["f"]), "tool_choice.allowed_tools.tools[0]"),
+        (allow(tools=[tool(), {"type": "mcp", "server_label": "f"}]), "tool_choice.allowed_tools.tools[1].type"),
+        (allow(tools=[{"type": "function", "name": "f"}]), "tool_choice.allowed_tools.tools[0].function"),
+    ],
+    ids=lambda value: str(value)[:80],
+)
+def test_bad_allowed_tools_are_named(choice: dict[str, Any], param: str) -> None:
+    error = refused(tools=[tool()], tool_choice=choice)
+    assert (error.status, error.body.param) == (400, param)
+    assert param in error.body.message
+    assert refused(PLAIN, tools=[tool()], tool_choice=allow("f")).body.param == "tools"
+    assert refused(tool_choice=allow("f")).body.param == "tool_choice"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -301,11 +360,20 @@ _functions = st.fixed_dictionaries(
     {}, optional={"name": _names | _values, "parameters": _parameters | _values, "strict": _values}
 )
 _tools = st.fixed_dictionaries({}, optional={"type": st.just("function") | _values, "function": _functions | _values})
+_allowed = st.fixed_dictionaries(
+    {"type": st.just("allowed_tools")},
+    optional={
+        "allowed_tools": st.fixed_dictionaries(
+            {}, optional={"mode": st.just("required") | _values, "tools": st.lists(_tools, max_size=3) | _values}
+        )
+        | _values
+    },
+)
 
 
 @given(
     tools=st.lists(_tools | _values, max_size=3) | _values,
-    choice=st.sampled_from(["auto", "none", "required"]) | _tools | _values,
+    choice=st.sampled_from(["auto", "none", "required"]) | _tools | _allowed | _values,
     parallel=_values,
 )
 @settings(max_examples=200, deadline=None)
