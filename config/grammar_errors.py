@@ -12,6 +12,15 @@ _WORDS = (
     (re.compile(r"; following special tokens are available:.*", re.DOTALL), ""),
     (re.compile(r"\. Enable 'coerce_one_of' option.*", re.DOTALL), " where their parts may overlap"),
     (re.compile(r"Regex is empty: .*", re.DOTALL), "no text meets all that is said of it"),
+    (
+        re.compile(r"Failed to generate regex for (?:integer|float) range: .*", re.DOTALL),
+        "a minimum or maximum of a number is too large: use at most 17 digits before its decimal point",
+    ),
+    (
+        re.compile(r"regex parse error:.*exceed the maximum number of nested parentheses/brackets \(250\)", re.DOTALL),
+        "a pattern has more than 250 nested groups, or a minimum or maximum that many digits behind its decimal point",
+    ),
+    (re.compile(r"^invalid multiple of$"), "multipleOf must be above 0"),
     (re.compile(r"Expected f64 for"), "Expected a number for"),
 )
 

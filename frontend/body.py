@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from .errors import ApiError
+from .mismatch import invalid_body
 from .service import SERVICE
 from .unknown import unknown_fields
 
@@ -20,14 +21,14 @@ MAX_DEPTH = 64  # of nested arrays and objects
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
-_PATH = re.compile(r"`\$\.?([^`]*)`$")
-_MISSING = re.compile(r"missing required field `(\w+)`")
 
 
 async def read_body(request: web.Request, limit: int) -> bytes:
     """The body, read as it arrives; 413 as soon as it is known to exceed `limit` bytes, 408 when it takes too long."""
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise ApiError(415, "compressed bodies are not supported: send the body without Content-Encoding")
+    if coding := _unknown_coding(request):
+        raise ApiError(415, f"the transfer coding {coding[:64]!r} is not supported: send the body as it is, or chunked")
     if request.content_length is not None and request.content_length > limit:
         raise _too_large(limit)
     data = bytearray()
@@ -43,6 +44,12 @@ async def read_body(request: web.Request, limit: int) -> bytes:
     except (HttpProcessingError, web.RequestPayloadError):
         raise ApiError(400, "the body's transfer encoding is broken") from None
     return bytes(data)
+
+
+def _unknown_coding(request: web.Request) -> str | None:
+    """A transfer coding besides `chunked`, of which nobody would undo what it does. RFC 9112, section 6.1."""
+    given = ",".join(request.headers.getall("Transfer-Encoding", ())).split(",")
+    return next((coding for name in given if (coding := name.strip()).lower() not in ("", "chunked", "identity")), None)
 
 
 def _too_large(limit: int) -> ApiError:
@@ -63,26 +70,13 @@ def decode_body(data: bytes, decoder: msgspec.json.Decoder[T]) -> tuple[T, list[
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8 (byte {error.start})") from None
     except msgspec.ValidationError as error:
-        raise invalid_body(str(error)) from None
+        raise invalid_body(error, decoder.type) from None
     except RecursionError:
         raise _too_deep() from None  # brackets that are never closed
     except msgspec.DecodeError as error:
         if b"\0" in data[:4]:
             raise ApiError(400, "the body is not UTF-8: it seems to be UTF-16 or UTF-32") from None
         raise ApiError(400, f"the body is not valid JSON, or holds an unpaired surrogate: {error}") from None
-
-
-def invalid_body(text: str) -> ApiError:
-    """400 for a body of another type than expected; `text` is what msgspec's ValidationError says."""
-    if missing := _MISSING.search(text):
-        parent = _PATH.search(text)
-        name = f"{parent[1]}.{missing[1]}" if parent and parent[1] else missing[1]
-        return ApiError(400, f"{name} is required", param=name)
-    path = _PATH.search(text)
-    if path is None or not path[1]:
-        return ApiError(400, f"the body must be a JSON object: {text}")
-    name = path[1].removesuffix("[...]")  # a value of an object, whose key is not told
-    return ApiError(400, f"{name}: {text.partition(' - at ')[0]}", param=name)
 
 
 def check_depth(data: bytes) -> None:

@@ -1,4 +1,5 @@
-"""The bounds of requests in the words of JSON Schema, for the OpenAPI document. `ipc.validation` is what enforces them.
+"""The bounds of requests in the words of JSON Schema, for the OpenAPI document and for errors about bodies
+that do not fit their type. `ipc.validation` is what enforces them.
 
 What depends on the model (token ids, `top_k`, lengths) has only the part here that does not.
 """
@@ -14,6 +15,8 @@ _TOKEN_ID = {"minimum": 0, "maximum": (1 << 31) - 1}
 _PENALTY = {"minimum": -validation.MAX_PENALTY, "maximum": validation.MAX_PENALTY}
 _LENGTH = {"minimum": 1, "maximum": _INT64 - 1}
 _CHOICES = {"minItems": 1, "maxItems": validation.MAX_GRAMMAR_CHOICES, "items": {"type": "string", "minLength": 1}}
+_IDS = {"type": "integer", **_TOKEN_ID}
+_PROMPTS = {"minItems": 1, "items": {"anyOf": [{"type": "string"}, _IDS, {"type": "array", "items": _IDS}]}}
 _LOGPROBS = {"minimum": 0, "maximum": validation.MAX_LOGPROBS}
 
 # By property and JSON type: a property may be of several, such as `logprobs` of the two endpoints.
@@ -58,9 +61,9 @@ _BOUNDS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "stop_token_ids": {
-        "array": {"maxItems": validation.MAX_STOP_TOKENS, "items": {"type": "integer", **_TOKEN_ID}},
+        "array": {"maxItems": validation.MAX_STOP_TOKENS, "items": _IDS},
     },
-    "allowed_token_ids": {"array": {"maxItems": (1 << 31) - 1, "items": {"type": "integer", **_TOKEN_ID}}},
+    "allowed_token_ids": {"array": {"maxItems": (1 << 31) - 1, "items": _IDS}},
     "bad_words": {
         "array": {
             "maxItems": validation.MAX_BAD_WORDS,
@@ -70,7 +73,7 @@ _BOUNDS: dict[str, dict[str, dict[str, Any]]] = {
     "prompt_logprobs": {"integer": _LOGPROBS},
     "choice": {"array": _CHOICES},
     "guided_choice": {"array": _CHOICES},
-    "tokens": {"array": {"maxItems": validation.MAX_DETOKENIZE, "items": {"type": "integer", **_TOKEN_ID}}},
+    "tokens": {"array": {"maxItems": validation.MAX_DETOKENIZE, "items": _IDS}},
     "logprobs": {"integer": _LOGPROBS},
     "top_logprobs": {"integer": _LOGPROBS},
     "stop_on_loop": {"integer": {"minimum": 0, "maximum": validation.MAX_LOOP_REPEATS, "not": {"const": 1}}},
@@ -83,7 +86,7 @@ _BOUNDS: dict[str, dict[str, dict[str, Any]]] = {
     "messages": {"array": {"minItems": 1, "maxItems": validation.MAX_MESSAGES}},
     "content": {"array": {"maxItems": requests.MAX_PARTS}},
     "tool_call_id": {"string": {"maxLength": validation.MAX_TOOL_CALL_ID}},
-    "prompt": {"string": {"minLength": 1}, "array": {"minItems": 1}},
+    "prompt": {"string": {"minLength": 1}, "array": _PROMPTS},
 }
 
 
@@ -91,7 +94,7 @@ _BOUNDS: dict[str, dict[str, dict[str, Any]]] = {
 _OF_TYPE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
     ("MessagesRequest", "temperature"): {"number": {"minimum": 0, "maximum": 1}},
     ("CompletionRequest", "max_tokens"): {"integer": {**_LENGTH, "minimum": 0}},
-    ("EmbeddingRequest", "input"): {"string": {"minLength": 1}, "array": {"minItems": 1}},
+    ("EmbeddingRequest", "input"): {"string": {"minLength": 1}, "array": _PROMPTS},
     ("ChatRequest", "tools"): {"array": {"maxItems": validation.MAX_TOOLS}},
     ("AllowedTools", "tools"): {"array": {"minItems": 1}},
     ("Message", "name"): {"string": {"maxLength": validation.MAX_NAME}},

@@ -8,11 +8,12 @@ from ipc.messages import ModelInfo
 
 from .answers import encoded_response, json_response
 from .generation import Batch, Generation
+from .middleware import note_ignored
 from .parsed_responses import chat_responder
 from .protocol import Model, ModelList, chat_decoder, completion_decoder
 from .received import receive
 from .rendering import Renderer
-from .requests import Job, chat_job, check_model, completion_job
+from .requests import Job, chat_job, check_model, completion_job, ignored
 from .responses import CompletionResponder
 from .service import SERVICE
 from .streaming import KeepAlive, stream_answer
@@ -25,6 +26,7 @@ KEEP_ALIVE: web.AppKey[KeepAlive] = web.AppKey("keep_alive", KeepAlive)
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions"""
     body, model = await receive(request, chat_decoder)
+    note_ignored(request, ignored(body, model))
     job = chat_job(body, model)
     return await generate(request, job, chat_responder(job, request.app[SERVICE].fingerprint))
 
@@ -32,6 +34,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions"""
     body, model = await receive(request, completion_decoder)
+    note_ignored(request, ignored(body, model))
     job = completion_job(body, model)
     return await generate(request, job, CompletionResponder(job, request.app[SERVICE].fingerprint))
 

@@ -96,7 +96,9 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         response.headers["Allow"] = allowed
         return response
     except web.HTTPNotFound:
-        return ApiError(404, f"there is no {request.path[:200]} here", code="not_found").response()
+        # The target of CONNECT, and a URL that ends with its host, have no path.
+        asked = request.path or request.raw_path.partition("?")[0]
+        return ApiError(404, f"there is no {asked[:200]} here", code="not_found").response()
     except asyncio.CancelledError:
         raise
     except Exception:

@@ -36,7 +36,7 @@ _ERRORS = {
     404: "No such model, or no such path",
     408: "The body did not arrive in time",
     413: "The body is too large",
-    415: "The body is compressed",
+    415: "The body is compressed, or comes in another transfer coding than chunked",
     417: "An expectation other than 100-continue",
     429: "Too much is waiting, or the first token would come too late",
     500: "The request could not be computed, or there is a defect",
@@ -154,7 +154,7 @@ def _headers() -> dict[str, Any]:
     texts = {
         "x-request-id": "The name of this request in logs: the one that was sent along, or a new one",
         "Retry-After": "Seconds after which it is worth another try",
-        "x-tokenmill-ignored": "Fields of the body that had no effect because nobody here knows them, percent-encoded",
+        "x-tokenmill-ignored": "Fields of the body that had no effect, percent-encoded",
     }
     whole = {"type": "integer", "minimum": 1}
     return {

@@ -1,7 +1,7 @@
 """What an OpenAI request means: its prompts and sampling parameters, or an `ApiError` that names the parameter."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -71,10 +71,24 @@ def chat_job(body: protocol.ChatRequest, model: ModelInfo) -> Job:
     return tools.apply(_job(body, (prompt,), max_tokens, logprobs, model, renamed))
 
 
-def _template_kwargs(body: protocol.ChatRequest, model: ModelInfo) -> bytes:
+def ignored(body: protocol.SamplingFields, model: ModelInfo) -> list[str]:
+    """Names of the fields that were given and have no effect."""
+    found = {
+        "store": body.store,
+        "reasoning_effort": isinstance(body, protocol.ChatRequest)
+        and body.reasoning_effort is not None
+        and not _thinking(body, model),
+    }
+    return [name for name, given in found.items() if given]
+
+
+def _thinking(body: protocol.ChatRequest, model: ModelInfo) -> dict[str, Any]:
     effort = body.reasoning_effort
-    told = {} if effort is None else thinking_kwargs(model, effort != "none", effort)
-    told |= body.chat_template_kwargs or {}
+    return {} if effort is None else thinking_kwargs(model, effort != "none", effort)
+
+
+def _template_kwargs(body: protocol.ChatRequest, model: ModelInfo) -> bytes:
+    told = {**_thinking(body, model), **(body.chat_template_kwargs or {})}
     return msgspec.json.encode(told) if told else b""
 
 

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from .body import invalid_body
 from .errors import ApiError
+from .mismatch import invalid_body
 from .protocol import BiasKey, ChatRequest, JsonSchema, StructuredOutputs
 from .unknown import Ignored
 
@@ -110,4 +110,4 @@ def chat_request(fields: dict[str, Any], names: Names) -> ChatRequest:
     try:
         return msgspec.convert(given, ChatRequest)
     except msgspec.ValidationError as error:
-        raise names.translate(invalid_body(str(error))) from None
+        raise names.translate(invalid_body(error, ChatRequest)) from None

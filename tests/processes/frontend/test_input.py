@@ -82,6 +82,9 @@ def test_ignored_fields_are_named(frontend: Frontend) -> None:
     assert len(answer.headers["x-tokenmill-ignored"].split(",")) == 20
     refused = frontend.request("POST", CHAT, {**GOOD_CHAT, "bogus": 1, "n": 0})
     assert (refused.status, refused.headers["x-tokenmill-ignored"]) == (400, "bogus")
+    for path, body in ((CHAT, GOOD_CHAT), (TEXT, GOOD_TEXT)):
+        answer = frontend.request("POST", path, {**body, "x": 1, "store": True})
+        assert (answer.status, answer.headers["x-tokenmill-ignored"]) == (200, "x,store")
 
 
 def test_ignored_fields_are_named_at_every_level(frontend: Frontend) -> None:

@@ -58,6 +58,27 @@ def test_compressed_bodies_are_refused_everywhere(frontend: Frontend, route: Rou
     assert (answer.status, "not supported" in message_of(answer)) == (415, True)
 
 
+@pytest.mark.parametrize("codings", ["gzip, chunked", "Deflate,chunked", "gzip, gzip, chunked"])
+@pytest.mark.parametrize("body", [b"", b"2\r\n{}\r\n"])
+def test_transfer_codings_are_refused_everywhere(frontend: Frontend, route: Route, codings: str, body: bytes) -> None:
+    """Nobody here undoes any but `chunked`: RFC 9112, section 6.1."""
+    head = f"POST {route.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: {codings}\r\n\r\n"
+    answer = frontend.raw(head.encode() + body + b"0\r\n\r\n", half_close=False)
+    assert answer.startswith(b"HTTP/1.1 415 ")
+    assert f"the transfer coding '{codings.split(',')[0]}' is not supported".encode() in answer
+
+
+@pytest.mark.parametrize(
+    "target", ["CONNECT x:1", "GET http://x.y", "GET http://x.y?key=1", "GET /no?key=1", "OPTIONS *"]
+)
+def test_what_is_not_here_is_named(frontend: Frontend, target: str) -> None:
+    """Targets without a path too: RFC 9112, section 3.2."""
+    answer = frontend.raw(f"{target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode(), half_close=False)
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    asked = target.split()[1].partition("?")[0]
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"] == f"there is no {asked} here"
+
+
 def test_bodies_in_chunks_of_one_byte(frontend: Frontend, route: Route) -> None:
     body = json.dumps(body_of(route)).encode()
     chunks = b"".join(b"1;extension=x\r\n%c\r\n" % byte for byte in body)

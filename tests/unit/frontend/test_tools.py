@@ -12,7 +12,7 @@ from frontend.body import decode_body
 from frontend.errors import ApiError
 from frontend.parsers import OutputFormat
 from frontend.protocol import chat_decoder
-from frontend.requests import Job, chat_job
+from frontend.requests import Job, chat_job, ignored
 from ipc.messages import ChatMessage, ChatPrompt, ModelInfo, ToolCall
 from ipc.validation import MAX_GRAMMAR_BYTES, MAX_TOOL_BYTES, MAX_TOOLS
 
@@ -95,6 +95,17 @@ def test_reasoning_effort_is_told_to_templates_that_know_it() -> None:
     given = chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
     assert json.loads(prompt_of(given).template_kwargs) == {"enable_thinking": False}
     assert prompt_of(chat(PLAIN, reasoning_effort="low")).template_kwargs == b""
+
+
+def test_fields_of_chats_without_effect_are_named() -> None:
+    def names(model: ModelInfo, **fields: Any) -> list[str]:
+        body = {"model": "m", "messages": [USER], **fields}
+        return ignored(decode_body(json.dumps(body).encode(), chat_decoder)[0], model)
+
+    assert names(PLAIN, store=False, reasoning_effort=None) == []
+    for effort in ("low", "none", "a new word"):
+        assert names(PLAIN, store=True, reasoning_effort=effort) == ["store", "reasoning_effort"]
+        assert names(MODEL, reasoning_effort=effort) == []
 
 
 def test_required_and_named_calls_are_enforced() -> None:

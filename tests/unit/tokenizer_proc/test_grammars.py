@@ -139,12 +139,18 @@ def test_names_of_properties_and_values_are_no_keywords(child: Compiler) -> None
         ("json_schema", '{"type": "string", "pattern": "^a", "format": "date"}', "Unsatisfiable"),
         ("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf"),
         ("json_schema", '{"multipleOf": "x"}', "Expected a number"),
+        ("json_schema", '{"type": "integer", "multipleOf": 0}', "multipleOf must be above 0"),
+        ("json_schema", '{"type": "integer", "minimum": 1e300}', "a minimum or maximum of a number is too large"),
+        ("json_schema", '{"type": "integer", "maximum": -1e300}', "a minimum or maximum of a number is too large"),
+        ("json_schema", '{"type": "number", "maximum": 1e300}', "a minimum or maximum of a number is too large"),
+        ("json_schema", '{"type": "number", "minimum": 1e-300}', "more than 250 nested groups, or a minimum"),
+        ("json_schema", f'{{"type": "string", "pattern": "{"(" * 251}a{")" * 251}"}}', "more than 250 nested groups"),
     ],
 )
 def test_a_broken_grammar_is_refused_in_llguidance_words(child: Compiler, kind: str, source: str, message: str) -> None:
     found = refusal(child, kind, source)
     assert message in found
-    for internal in ("no_forcing", "NoExtension", "verbose", "EOS", "coerce", "f64", "SearchRegex"):
+    for internal in ("no_forcing", "NoExtension", "verbose", "EOS", "coerce", "f64", "SearchRegex", "Some(", "((("):
         assert internal not in found
     assert "::=" in source or "::=" not in found
 
