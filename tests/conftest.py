@@ -7,6 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says nothing about it: the machine may be busy.
+settings.register_profile("tokenmill", deadline=None)
+settings.load_profile("tokenmill")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -82,6 +82,7 @@ def test_the_walk_finds_what_there_is() -> None:
     assert {leaf.path for kind, leaf in LITERALS if kind is ChatRequest} == {
         ".messages[0].role",
         ".messages[0].tool_calls[0].type",
+        ".tool_choice.allowed_tools.mode",
     }
     assert set(KINDS) - {kind for kind, leaf in NUMBERS} == {TokenizeRequest}
     for kind, leaf in LITERALS:
