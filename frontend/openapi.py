@@ -127,7 +127,8 @@ def _success(route: Route) -> dict[str, Any]:
     else:
         content = {"application/json": {"schema": _reference(route.answer)}}
     if route.streams:
-        content["text/event-stream"] = {"schema": {"type": "string", "description": _STREAM_TEXT}}
+        # Without a type: some take it for that of the whole text, others for that of an event with `data` and `event`.
+        content["text/event-stream"] = {"schema": {"description": _STREAM_TEXT}}
     headers = {"x-request-id": {"$ref": "#/components/headers/x-request-id"}}
     if route.body is not None:
         headers["x-tokenmill-ignored"] = {"$ref": "#/components/headers/x-tokenmill-ignored"}
