@@ -28,20 +28,21 @@ def noted(launcher: Launcher, name: str, what: str) -> list[int]:
     return [int(event.split()[2]) for event in launcher.events if event.startswith(f"{name} {what} ")]
 
 
+# Whom the supervisor starts anew when one has died.
+REPLACED = [
+    ("worker-1", {"worker-0", "worker-1"}),
+    ("scheduler-0", {"scheduler-0", "worker-0", "worker-1"}),
+    ("tokenizer-1", {"tokenizer-1"}),
+    ("frontend-0", {"frontend-0"}),
+]
+
+
 def stop(launcher: Launcher) -> int:
     launcher.process.send_signal(signal.SIGTERM)
     return launcher.wait_end()
 
 
-@pytest.mark.parametrize(
-    ("victim", "replaced"),
-    [
-        ("worker-1", {"worker-0", "worker-1"}),
-        ("scheduler-0", {"scheduler-0", "worker-0", "worker-1"}),
-        ("tokenizer-1", {"tokenizer-1"}),
-        ("frontend-0", {"frontend-0"}),
-    ],
-)
+@pytest.mark.parametrize(("victim", "replaced"), REPLACED)
 def test_a_death_replaces_only_those_who_cannot_go_on_without_the_dead(
     launch: Launch, victim: str, replaced: set[str]
 ) -> None:
@@ -223,15 +224,7 @@ def test_processes_that_are_stopped_are_replaced_as_dead_ones_are(launch: Launch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("victim", "replaced"),
-    [
-        ("worker-1", {"worker-0", "worker-1"}),
-        ("scheduler-0", {"scheduler-0", "worker-0", "worker-1"}),
-        ("tokenizer-1", {"tokenizer-1"}),
-        ("frontend-0", {"frontend-0"}),
-    ],
-)
+@pytest.mark.parametrize(("victim", "replaced"), REPLACED)
 def test_a_stopped_process_takes_along_whom_a_dead_one_would(launch: Launch, victim: str, replaced: set[str]) -> None:
     launcher = launch(*TWO_OF_EACH, "--hang-timeout", "3")
     launcher.wait_ready()
