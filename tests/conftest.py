@@ -9,6 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from launch.gpus import count_gpus
+
+# Read when triton is imported: without a GPU, its kernels run under its interpreter.
+if not count_gpus():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # How long an example takes says nothing about it: the machine may be busy.
 settings.register_profile("tokenmill", deadline=None)
 settings.load_profile("tokenmill")

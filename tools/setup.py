@@ -114,7 +114,7 @@ def install(python: Path, requirements: list[str], gpus: int, torch_index: str) 
     if torch:
         say(f"installing {torch} ({'GPU build, several GB' if gpus and not torch_index else 'about 200 MB'}) ...")
         with tempfile.TemporaryDirectory() as folder:
-            constraints = [pin for pin in pins() if pin != torch]
+            constraints = [pin for pin in pins() if pin != torch and pin.partition("==")[0] not in GPU_PACKAGES]
             if torch_index:
                 # Only torch comes from there; what it requires is among the pins below.
                 options = ["--no-deps", "--index-url", torch_index]
