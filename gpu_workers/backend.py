@@ -17,10 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from gpu_workers.batch import ForwardBatch
+from gpu_workers.clock import Clock, HostClock
 from gpu_workers.comm import Comm
+from gpu_workers.drawn import Drawn, Known
 from gpu_workers.prepare import PreparedStep, prepare
 from gpu_workers.rows import Rows
-from gpu_workers.sampling import SamplingBatch, argmax, choose_tokens
+from gpu_workers.sampling import SamplingBatch, TokenMask, argmax, choose_tokens, sample
 from gpu_workers.weights.quantized import QuantizedWeight
 
 Weight = Any  # what `load_linear` returned: its layout is the backend's own business
@@ -77,6 +79,11 @@ class Backend(ABC):
     dtype: torch.dtype
 
     takes_quantized = False  # whether the `load_` methods accept QuantizedWeight
+
+    # Whether forwards and draws return before they are done: then the next step can be prepared meanwhile, and the
+    # tokens that one step draws reach the next one on the device.
+    overlaps = False
+    clock: Clock = HostClock()
 
     @abstractmethod
     def load_linear(self, weight: LoadedWeight, bias: torch.Tensor | None, partial: bool = False) -> Weight:
@@ -140,6 +147,17 @@ class Backend(ABC):
     def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
         """See `gpu_workers.sampling.choose_tokens`: the same tokens, but where two sums round differently."""
         return choose_tokens(logits, batch)
+
+    def draw(
+        self, logits: torch.Tensor, batch: Any, settings: SamplingBatch | None, mask: TokenMask | None = None
+    ) -> Drawn:
+        """Sample from logits [S, V] float32, which are overwritten, of a batch from `prepare`.
+
+        `settings` None: greedily. See `gpu_workers.sampling.sample`.
+        """
+        if settings is None:
+            return Known(argmax(logits))
+        return Known(*sample(logits, settings, mask, self.choose_tokens))
 
     @abstractmethod
     def embed(self, table: Weight, batch: ForwardBatch, first: int = 0) -> Array:

@@ -75,15 +75,25 @@ class Grammars:
         """What may come next in the rows that `begin` was called with; None where all of them are free."""
         return None if self._masks is None else self._masks.result()
 
-    def take(self, rows: Ints, token_ids: IntArray) -> tuple[tuple[int, ...], tuple[RowFailure, ...]]:
-        """Advance by one sampled token per row, -1 where none was possible.
+    def any_of(self, rows: Ints) -> bool:
+        """Whether one of these rows has a grammar."""
+        return bool(self._rows) and any(row in self._rows for row in rows.tolist())
+
+    def take(
+        self, rows: Ints, token_ids: IntArray, indices: IntArray
+    ) -> tuple[tuple[int, ...], tuple[RowFailure, ...]]:
+        """Advance the rows with these indices by one sampled token each, -1 where none was possible.
 
         The indices of rows whose output is now complete, and the failures. Until the scheduler knows of either, such a
         row runs in vain.
         """
+        if not self._rows:
+            return (), ()
         completed: list[int] = []
         failed: list[RowFailure] = []
-        for index, (number, token_id) in enumerate(zip(rows.tolist(), token_ids.tolist(), strict=True)):
+        for index, number, token_id in zip(
+            indices.tolist(), rows[indices].tolist(), token_ids[indices].tolist(), strict=True
+        ):
             row = self._rows.get(number)
             if row is None:
                 continue

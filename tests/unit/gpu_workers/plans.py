@@ -6,8 +6,10 @@ import numpy as np
 import torch
 
 from gpu_workers.batch import ForwardBatch
+from gpu_workers.clock import HostClock
+from gpu_workers.drawn import Known
 from gpu_workers.prepare import prepare
-from gpu_workers.sampling import argmax, choose_tokens
+from gpu_workers.sampling import argmax, sample
 from ipc.codec import pack_floats, pack_ints
 from ipc.engine_messages import NewRow, SamplingSpec, StepPlan
 
@@ -65,8 +67,16 @@ def plan(step: int, scheduled=(), *, new=(), freed=(), blocks=(), outs=(), ins=(
 def plain_backend() -> SimpleNamespace:
     """What the runner needs of a backend."""
     device = torch.device("cpu")
+
+    def draw(logits, batch, settings, mask=None) -> Known:
+        return Known(argmax(logits)) if settings is None else Known(*sample(logits, settings, mask))
+
     return SimpleNamespace(
-        device=device, prepare=lambda rows, scheduled: prepare(rows, scheduled, device), choose_tokens=choose_tokens
+        device=device,
+        overlaps=False,
+        clock=HostClock(),
+        prepare=lambda rows, scheduled: prepare(rows, scheduled, device),
+        draw=draw,
     )
 
 

@@ -120,7 +120,7 @@ def test_whatever_fails_in_a_step_is_said_and_ends_the_loop(tmp_path, caplog, ki
 
 
 def test_a_result_that_cannot_be_sent_is_a_failed_step(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(Runner, "execute", lambda runner, plan: StepResult(plan.step, object()))
+    monkeypatch.setattr(Runner, "collect", lambda runner, step: StepResult(step.plan.step, object()))
 
     async def talk(send, until, stop):
         send(plan(0, [(0, 0, 3, 1)], new=[new_row(0, [1, 2, 3], [4])]))
