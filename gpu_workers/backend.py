@@ -8,7 +8,7 @@ dtype, or record them once and replay the recording (`compile`): a model must no
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from gpu_workers.comm import Comm
 from gpu_workers.drawn import Drawn, Known
 from gpu_workers.prepare import PreparedStep, prepare
 from gpu_workers.rows import Rows
-from gpu_workers.sampling import SamplingBatch, TokenMask, argmax, choose_tokens, sample
+from gpu_workers.sampling import PackedMask, SamplingBatch, TokenMask, argmax, choose_tokens, sample
 from gpu_workers.weights.quantized import QuantizedWeight
 
 Weight = Any  # what `load_linear` returned: its layout is the backend's own business
@@ -63,8 +63,11 @@ class Compiled:
         if self._last is None:
             raise RuntimeError("no batch has been run yet")
         body, batch = self._last
-        rows = torch.from_numpy(token_rows).to(batch.token_ids.device)
-        return self._select(body, replace(batch, logits_rows=rows))
+        return self._select(body, replace(batch, logits_rows=self._rows(token_rows)))
+
+    def _rows(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
+        """Where flat tokens of a plan are in the last batch."""
+        return torch.from_numpy(token_rows)
 
     @torch.inference_mode()
     def best_ids(self, batch: Any, kv: Any) -> NDArray[np.int64]:
@@ -144,17 +147,30 @@ class Backend(ABC):
         """
         return Compiled(body, select, head)
 
+    def capture(
+        self, compiled: "Compiled", rows: Rows, kv: Any, sequences: Sequence[int], progress: Callable[[float], None]
+    ) -> None:
+        """Make decode steps of up to these numbers of sequences cheaper to launch, where a backend can.
+
+        `compiled` is from `compile`, `rows` and `kv` those of all steps to come; `progress` is told the fraction done.
+        """
+
     def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
         """See `gpu_workers.sampling.choose_tokens`: the same tokens, but where two sums round differently."""
         return choose_tokens(logits, batch)
 
     def draw(
-        self, logits: torch.Tensor, batch: Any, settings: SamplingBatch | None, mask: TokenMask | None = None
+        self,
+        logits: torch.Tensor,
+        batch: Any,
+        settings: SamplingBatch | None,
+        mask: TokenMask | PackedMask | None = None,
     ) -> Drawn:
         """Sample from logits [S, V] float32, which are overwritten, of a batch from `prepare`.
 
-        `settings` None: greedily. See `gpu_workers.sampling.sample`.
+        `settings` None: greedily. See `gpu_workers.sampling.sample`. The mask is packed for who overlaps.
         """
+        assert not isinstance(mask, PackedMask), "this backend does not overlap"
         if settings is None:
             return Known(argmax(logits))
         return Known(*sample(logits, settings, mask, self.choose_tokens))

@@ -15,7 +15,7 @@ import numpy as np
 
 from config.grammar_errors import readable
 from gpu_workers.rows import Ints, int32_columns
-from gpu_workers.sampling import IntArray, TokenMask
+from gpu_workers.sampling import IntArray, PackedMask, TokenMask, limits_of
 from ipc.engine_messages import NewRow, RowFailure
 
 if TYPE_CHECKING:
@@ -43,14 +43,15 @@ class _Row:
 class Grammars:
     """The matchers of all rows that have a grammar, on the rank that samples."""
 
-    def __init__(self, token_table: Path, vocab_size: int) -> None:
-        """`token_table`: the file that is there as soon as a request with a grammar is."""
+    def __init__(self, token_table: Path, vocab_size: int, packed: bool = False) -> None:
+        """`token_table`: the file that is there as soon as a request with a grammar is; `packed`: the kind of masks."""
         self._token_table = token_table
+        self._packed = packed
         self._vocab_size = vocab_size
         self._engine: GrammarEngine | None = None
         self._rows: dict[int, _Row] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # its jobs run in order
-        self._masks: Future[TokenMask | None] | None = None
+        self._masks: Future[TokenMask | PackedMask | None] | None = None
 
     def add(self, new: NewRow) -> None:
         """Take over a new row's grammar, if it has one."""
@@ -71,7 +72,7 @@ class Grammars:
         if found:
             self._masks = self._thread.submit(self._compute, found)
 
-    def mask(self) -> TokenMask | None:
+    def mask(self) -> TokenMask | PackedMask | None:
         """What may come next in the rows that `begin` was called with; None where all of them are free."""
         return None if self._masks is None else self._masks.result()
 
@@ -129,13 +130,13 @@ class Grammars:
         except BaseException as error:  # a panic in llguidance is no Exception
             _log_unexpected(error)
 
-    def _compute(self, found: list[tuple[int, _Row]]) -> TokenMask | None:
+    def _compute(self, found: list[tuple[int, _Row]]) -> TokenMask | PackedMask | None:
         live = [(index, row, row.matcher) for index, row in found if row.matcher is not None]
         if not live:
             return None
         assert self._engine is not None
         try:
-            limits = self._engine.limits([matcher for _, _, matcher in live])[:, : self._vocab_size]
+            bits = self._engine.bits([matcher for _, _, matcher in live])
         except BaseException as error:  # likewise
             _log_unexpected(error)
             for _, row, _ in live:
@@ -150,7 +151,9 @@ class Grammars:
         if not sound:
             return None
         indices = np.array([live[at][0] for at in sound], dtype=np.int64)
-        return TokenMask(indices, limits if len(sound) == len(live) else limits[sound])
+        if len(sound) < len(live):
+            bits = bits[sound]
+        return PackedMask(indices, bits) if self._packed else TokenMask(indices, limits_of(bits, self._vocab_size))
 
 
 def _problem(matcher: "LLMatcher") -> str:

@@ -6,7 +6,7 @@ What does not belong here: index arithmetic (`prepare`, or the backend's own), w
 sockets and processes (`main`). Nothing here decides what runs: the scheduler does.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -43,6 +43,9 @@ class Model(Protocol):
 
         Raises FloatingPointError on NaN.
         """
+
+    def capture(self, rows: Rows, kv: Any, sequences: Sequence[int], progress: Callable[[float], None]) -> None:
+        """See `Backend.capture`."""
 
     def more_logits(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
         """[R, vocab] float32 logits of other flat tokens of the batch that was run last, good until the next call."""
@@ -124,6 +127,10 @@ class Runner:
         self._ended = self._clock.mark()
         self._last: Step | None = None
         self._unknown: Step | None = None  # the one whose tokens are not in the rows yet
+
+    def capture(self, sequences: Sequence[int], progress: Callable[[float], None]) -> None:
+        """See `Backend.capture`; before the first plan."""
+        self._model.capture(self._rows, self._kv, sequences, progress)
 
     @property
     def overlaps(self) -> bool:

@@ -70,7 +70,9 @@ class Worker:
             self._comm,
             self._host_kv,
             self._spec.num_host_blocks,
-            Grammars(token_table_path(self._spec.run_dir), self._spec.arch.vocab_size)
+            Grammars(
+                token_table_path(self._spec.run_dir), self._spec.arch.vocab_size, packed=self._model.backend.overlaps
+            )
             if self._spec.index == 0
             else None,
         )

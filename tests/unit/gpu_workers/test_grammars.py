@@ -221,7 +221,7 @@ class PanickingEngine(GrammarEngine):
             raise Panic("in the constructor")
         return super().matcher(grammar)
 
-    def limits(self, matchers: list[Any]) -> Any:
+    def bits(self, matchers: list[Any]) -> Any:
         raise Panic("in a mask")
 
 
