@@ -221,7 +221,7 @@ def smallest_tp(config: Config, arch: ModelArch, device_bytes: int) -> int | Non
     for tp in range(1, 65):
         if can_split(arch, tp):
             need = parameter_count(arch, tp) * DTYPE_BYTES[dtype] + length * kv_bytes_per_token(arch, kv_dtype, tp)
-            need += activation_bytes(arch, dtype, step, config.scheduler.max_seqs, tp)
+            need += activation_bytes(arch, dtype, step, config.scheduler.max_seqs or 1, tp)
             if need + RANK_RUNTIME <= device_bytes * _DEVICE_SHARE:
                 return tp
     return None

@@ -10,36 +10,19 @@ from msgspec import Struct
 
 from config import memory_plan
 from config.bytesize import format_size, parse_size
+from config.machine import Machine
 from config.memory_plan import MemoryPlan
 from config.schema import Config, ModelArch, PoolingName
 from config.sources import ConfigError
-
-# Names in /proc/cpuinfo of the instructions with which the CPU backend multiplies bfloat16.
-_BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
 
 # What the server passes to chat templates, with `tokenizer_proc.template_child`.
 _TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 _KV_SHARE = 0.25  # of available memory, at most, when --kv-memory is not given
 _KV_CAP = 4 << 30
+_MAX_SEQS = 64
 _STEP_TOKENS = 512
 _USEFUL_TOKENS = 512  # a KV cache for fewer is no server: then the plan is one that does not fit
-
-
-class Machine(Struct, frozen=True, kw_only=True):
-    """What the launcher found; limits of a container are already applied."""
-
-    cores: int  # physical cores this process may use
-    memory_available: int  # bytes
-    cpu_features: frozenset[str] = frozenset()
-    gpus: int = 0
-    native_kernels: bool = False  # whether there are compiled ones
-    kernels_problem: str = ""  # why not
-    core_cpus: tuple[int, ...] = ()  # one CPU of each physical core; empty where threads can't be bound to CPUs
-
-    @property
-    def has_bfloat16(self) -> bool:
-        return bool(self.cpu_features & _BFLOAT16_FEATURES)
 
 
 class Resolved(Struct, frozen=True, kw_only=True):
@@ -70,12 +53,13 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
             f"{arch.intermediate_size} do not divide among {tp} ranks; possible: {', '.join(fitting)}"
         )
     step_tokens = config.scheduler.max_step_tokens
+    max_seqs = config.scheduler.max_seqs or min(_MAX_SEQS, step_tokens or _MAX_SEQS)
     if step_tokens is None:
-        step_tokens = max(_STEP_TOKENS, config.scheduler.max_seqs)
+        step_tokens = max(_STEP_TOKENS, max_seqs)
         reasons.append(f"max_step_tokens {step_tokens}: a CPU gains little from longer steps")
-    if config.scheduler.max_seqs > step_tokens:
+    if max_seqs > step_tokens:
         raise ConfigError(
-            f"--max-seqs {config.scheduler.max_seqs}: must not be more than --max-step-tokens, which is {step_tokens}: "
+            f"--max-seqs {max_seqs}: must not be more than --max-step-tokens, which is {step_tokens}: "
             "each running request needs one token of a step"
         )
     chunk = config.scheduler.prefill_chunk or step_tokens
@@ -101,7 +85,7 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
     draft = MemoryPlan(
         tp=tp,
         weights=weights,
-        activations=memory_plan.activation_bytes(arch, dtype, step_tokens, config.scheduler.max_seqs, tp),
+        activations=memory_plan.activation_bytes(arch, dtype, step_tokens, max_seqs, tp),
         runtime_total=tp * memory_plan.RANK_RUNTIME
         + (2 + config.server.frontends + config.tokenizer.tokenizers) * memory_plan.PROCESS_RUNTIME,
         kv_bytes_per_token=memory_plan.kv_bytes_per_token(
@@ -114,7 +98,7 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
     )
     asked_host = _asked_host_memory(config, draft)
     draft = msgspec.structs.replace(draft, num_host_blocks=(asked_host or 0) // draft.block_bytes)
-    kv_memory = _kv_memory(config, draft, asked_len or arch.max_position, machine, reasons)
+    kv_memory = _kv_memory(config, draft, max_seqs, asked_len or arch.max_position, machine, reasons)
     plan = msgspec.structs.replace(draft, num_blocks=kv_memory // draft.block_bytes)
     host_memory = _default_host_memory(config, plan, reasons) if asked_host is None else asked_host
     plan = msgspec.structs.replace(plan, num_host_blocks=host_memory // plan.block_bytes)
@@ -124,7 +108,9 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
         model=msgspec.structs.replace(model, max_model_len=max_model_len),
         server=config.server,
         tokenizer=config.tokenizer,
-        scheduler=msgspec.structs.replace(config.scheduler, max_step_tokens=step_tokens, prefill_chunk=chunk),
+        scheduler=msgspec.structs.replace(
+            config.scheduler, max_seqs=max_seqs, max_step_tokens=step_tokens, prefill_chunk=chunk
+        ),
         worker=msgspec.structs.replace(
             config.worker,
             device=device,
@@ -141,7 +127,7 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
 
 def _device(config: Config, machine: Machine, reasons: list[str]) -> str:
     if config.worker.device == "cuda":
-        found = f"this machine has {machine.gpus}" if machine.gpus else "no NVIDIA GPU was found here"
+        found = f"this machine has {len(machine.gpus)}" if machine.gpus else "no NVIDIA GPU was found here"
         raise ConfigError(f"--device cuda: this version runs models on CPUs only ({found}); use --device cpu or auto")
     if config.worker.device == "auto":
         why = "this version has no GPU backend yet" if machine.gpus else "no GPU was found"
@@ -232,14 +218,16 @@ def _pooling(config: Config, arch: ModelArch, reasons: list[str]) -> str:
     return pooling
 
 
-def _kv_memory(config: Config, plan: MemoryPlan, length: int, machine: Machine, reasons: list[str]) -> int:
+def _kv_memory(
+    config: Config, plan: MemoryPlan, max_seqs: int, length: int, machine: Machine, reasons: list[str]
+) -> int:
     """Bytes for the KV pool of each rank, at least one block."""
     if config.worker.kv_memory is not None:
         return _asked_memory("--kv-memory", config.worker.kv_memory, plan)
     block = plan.block_bytes
-    blocks_needed = config.scheduler.max_seqs * -(-length // plan.block_size)
+    blocks_needed = max_seqs * -(-length // plan.block_size)
     choices = {
-        f"what {config.scheduler.max_seqs} sequences of {length} tokens need": blocks_needed * block,
+        f"what {max_seqs} sequences of {length} tokens need": blocks_needed * block,
         f"a quarter of the {format_size(machine.memory_available)} available": int(
             machine.memory_available * _KV_SHARE / plan.tp
         ),

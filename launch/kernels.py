@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 import msgspec
 
-from config.resolve import Machine
+from config.machine import Machine
 from config.schema import Config
 from config.sources import ConfigError
 from ipc.control import StartError

@@ -19,7 +19,8 @@ from config.memory_plan import (
     smallest_tp,
     weight_bytes,
 )
-from config.resolve import Machine, Resolved, resolve
+from config.machine import Machine
+from config.resolve import Resolved, resolve
 from config.schema import Config, ModelArch, ModelConfig, WeightFormat, WeightFormats
 from config.sources import read_settings
 from kernels.cpu.build import BuildError

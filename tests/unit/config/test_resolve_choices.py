@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config.memory_plan import can_split
-from config.resolve import Machine, Resolved, resolve
+from config.machine import Machine
+from config.resolve import Resolved, resolve
 from config.schema import Config, WeightFormats
 from config.sources import ConfigError, read_settings
 from tests.unit.config.test_plan_memory import LLAMA_3_1_8B, LLAMA_3_2_1B, SMOLLM2_135M
