@@ -4,7 +4,7 @@
 def graph_buckets(largest: int) -> tuple[int, ...]:
     """Batch sizes, ascending, up to `largest`; a batch runs in the smallest one that holds it. Empty for 0.
 
-    1, 2, 4, 8, then every 8 to 64, then every 16: what a larger bucket computes in vain is at most a third above 8 rows.
+    1, 2, 4, 8, then every 8 to 64, then every 16: small batches gain most from a graph of nearly their own size.
     """
-    sizes = (*(1, 2, 4, 8), *range(16, 65, 8), *range(80, largest, 16))
+    sizes = (1, 2, 4, 8, *range(16, 65, 8), *range(80, largest, 16))
     return (*(size for size in sizes if size < largest), largest) if largest else ()

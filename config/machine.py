@@ -23,6 +23,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     cpu_features: frozenset[str] = frozenset()
     gpus: tuple[Gpu, ...] = ()  # in the order in which ranks get them
     gpu_problem: str = ""  # why there are none
+    gpu_software: str = ""  # what computes on them, with versions
     triton_problem: str = ""  # why Triton's kernels can't be had
     plans_elsewhere: bool = False  # the GPUs are no GPUs of this machine: only their memory is planned
     native_kernels: bool = False  # whether there are compiled ones
