@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from config.gguf_file import TensorInfo
 from config.quantization import Quantization
@@ -49,6 +50,14 @@ def safetensors_formats(
         if len(header.shape) == 2:
             matrices[module] = (weight_format, elements)
     return _formats(matrices, "model.layers.", "model.embed_tokens", "lm_head"), num_parameters
+
+
+def declared_formats(config: dict[str, Any], quantization: Quantization | None) -> WeightFormats:
+    """As config.json says, where there are no files to look into."""
+    name = config.get("dtype") or config.get("torch_dtype")  # of transformers 5, and before
+    floats: WeightFormat = name if name in ("float32", "float16") else "bfloat16"
+    layers = floats if quantization is None else _packed_format(quantization)
+    return WeightFormats(layers={layers: 1}, embedding=floats, head=floats)
 
 
 def _packed_format(quantization: Quantization) -> WeightFormat:

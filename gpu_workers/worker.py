@@ -57,6 +57,7 @@ class Worker:
         self._host_kv = backend.allocate_host_kv(self._kv, spec.num_host_blocks)
         control.stage("warming up")
         self._warm_up()
+        assert config.scheduler.max_seqs is not None
         self._runner = self._make_runner(config.scheduler.max_seqs)
 
     def _make_runner(self, max_seqs: int) -> Runner:
