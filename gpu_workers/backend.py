@@ -154,6 +154,7 @@ class Backend(ABC):
 
         `compiled` is from `compile`, `rows` and `kv` those of all steps to come; `progress` is told the fraction done.
         """
+        progress(1.0)  # here, nothing makes them cheaper
 
     def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
         """See `gpu_workers.sampling.choose_tokens`: the same tokens, but where two sums round differently."""

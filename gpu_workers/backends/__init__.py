@@ -84,7 +84,7 @@ def _triton_backend(
         raise StartError(f"--kernels triton: {error}. Install it: pip install triton") from error
     from kernels.gpu.launch import INTERPRETED
 
-    if INTERPRETED != (device == "cpu"):
+    if INTERPRETED and device == "cuda":
         raise StartError("--device cuda: the variable TRITON_INTERPRET is set, with which kernels run on the CPU")
     place = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
     return TritonBackend(place, dtype, deterministic, quantized, kv_dtype)

@@ -97,9 +97,7 @@ class TritonBackend(Backend):
     def load_rope(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         self._cos, self._sin = (table.float().contiguous().to(self.device) for table in (cos, sin))
 
-    def allocate_kv(
-        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> GpuKV:
+    def allocate_kv(self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> GpuKV:
         return GpuKV.allocate(num_layers, num_blocks, block_size, num_kv_heads, head_dim, self._kv_dtype, self.device)
 
     def allocate_host_kv(self, kv: GpuKV, num_blocks: int) -> GpuHostKV:
@@ -189,9 +187,7 @@ class TritonBackend(Backend):
     def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
         return self.linear(x, head)
 
-    def rope_and_write(
-        self, qkv: torch.Tensor, num_heads: int, kv: GpuKV, layer: int, batch: GpuBatch
-    ) -> torch.Tensor:
+    def rope_and_write(self, qkv: torch.Tensor, num_heads: int, kv: GpuKV, layer: int, batch: GpuBatch) -> torch.Tensor:
         keys, values, key_scales, value_scales = kv.layer(layer)
         return rope_and_write(
             qkv,

@@ -14,6 +14,7 @@ import torch
 from gpu_workers.backend import Compiled
 from gpu_workers.backends.triton_inputs import Bucket, GpuBatch, StepInputs
 from gpu_workers.backends.triton_kv import GpuKV
+from gpu_workers.batch import ForwardBatch
 
 _SHORTEST_CONTEXT = 2048
 _WARM_UPS = 2  # in which libraries and Triton do what they do only once
@@ -87,7 +88,9 @@ class GraphCompiled(Compiled):
         super().__init__(body, select, head)
         self._graphs: dict[Bucket, _Captured] = {}
 
-    def __call__(self, batch: GpuBatch, kv: GpuKV) -> torch.Tensor:
+    def __call__(self, batch: GpuBatch | ForwardBatch, kv: GpuKV) -> torch.Tensor:
+        if isinstance(batch, ForwardBatch):
+            batch = GpuBatch.of(batch, kv.pool.device)
         captured = self._graphs.get(batch.bucket) if batch.bucket is not None else None
         if captured is None:
             batch = batch.with_tables(kv.block_size)

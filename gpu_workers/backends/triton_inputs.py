@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpu_workers.backends.triton_transfer import Array, Upload
+from gpu_workers.batch import ForwardBatch
 from gpu_workers.prepare import Flattened, PreparedStep, flatten
 from gpu_workers.rows import Ints, Rows, int32_columns
 from kernels.gpu.embedding import input_ids
@@ -39,6 +40,28 @@ class GpuBatch:
     bucket: "Bucket | None" = None  # of the graph that computes it
     order: NDArray[np.int64] | None = None  # [T] where each of the plan's tokens is in the batch; None: as they come
     block_tables: torch.Tensor | None = None  # [B, blocks] int32, once `with_tables` has taken them
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, device: torch.device) -> "GpuBatch":
+        """Of a batch that was not made for a runner."""
+        lengths = np.diff(batch.query_starts)
+        count = len(lengths)
+        return cls(
+            token_ids=batch.token_ids.to(device, torch.int32),
+            token_rows=torch.zeros(len(batch.token_ids), dtype=torch.int32, device=device),
+            positions=batch.positions.to(device),
+            slots=batch.slots.to(device),
+            rows=torch.arange(count, device=device),
+            context_lens=torch.tensor(batch.context_lens, dtype=torch.int32, device=device),
+            query_starts=torch.tensor(batch.query_starts, dtype=torch.int32, device=device),
+            logits_rows=batch.logits_rows.to(device),
+            sampling_rows=torch.arange(count, device=device),
+            tables=batch.block_tables.to(device),
+            last_tokens=torch.zeros(count, dtype=torch.int32, device=device),
+            num_decodes=0,
+            longest_chunk=int(lengths.max()),
+            max_context=max(batch.context_lens),
+        )
 
     def with_tables(self, block_size: int) -> "GpuBatch":
         """With the sequences' block tables; done on the device, so that a graph does it anew each time."""
