@@ -11,23 +11,19 @@ from typing import Any
 
 import torch
 
+from config.graphs import graph_contexts
 from gpu_workers.backend import Compiled
 from gpu_workers.backends.triton_inputs import Bucket, GpuBatch, StepInputs
 from gpu_workers.backends.triton_kv import GpuKV
 from gpu_workers.batch import ForwardBatch
 
-_SHORTEST_CONTEXT = 2048
-_WARM_UPS = 2  # in which libraries and Triton do what they do only once
-
 
 def buckets_of(sequences: Sequence[int], max_model_len: int) -> list[Bucket]:
-    """Smallest first: each number of sequences with contexts of up to 2048 tokens, 8192, 32768 ... `max_model_len`.
+    """Of each number of sequences one for each of some longest contexts, smallest first.
 
     The grid of a graph's attention is that of its longest context, and programs beyond a sequence's end cost time.
     """
-    contexts = [min(_SHORTEST_CONTEXT, max_model_len)]
-    while contexts[-1] < max_model_len:
-        contexts.append(min(4 * contexts[-1], max_model_len))
+    contexts = graph_contexts(max_model_len)
     return [Bucket(count, context) for count in sorted(sequences) for context in contexts]
 
 
@@ -50,8 +46,7 @@ class CudaGraph:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                work()
+            work()  # libraries and Triton do now what they do only once
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
