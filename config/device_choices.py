@@ -33,7 +33,10 @@ def device(config: Config, machine: Machine, reasons: list[str]) -> Literal["cpu
             reasons.append(f"device cuda: {machine.gpus[0].name}{software}")
         return "cuda"
     if config.worker.device == "cuda":
-        raise ConfigError(f"--device cuda: {problem}; --device cpu runs the model on the CPU")
+        raise ConfigError(
+            f"--device cuda: {problem}; --device cpu runs the model on the CPU, and --plan --plan-gpu plans for a GPU "
+            "that is not here"
+        )
     reasons.append(f"device cpu: {problem}")
     return "cpu"
 

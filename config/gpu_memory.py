@@ -1,15 +1,17 @@
 """What a rank takes on its GPU, counted before anything is allocated.
 
-The sizes of weights, KV and buffers are those of the tensors that the GPU backend allocates; what CUDA takes for
-itself and for graphs are estimates. All sizes are in bytes. They hold for Triton kernels under the interpreter, too,
-whose tensors lie in the machine's memory.
+Weights and KV are exact for the tensors that the GPU backend allocates. Buffers are those of the largest step there can
+be. What CUDA takes for itself and for graphs are estimates. All sizes are in bytes. They hold for Triton kernels under
+the interpreter, too, whose tensors lie in the machine's memory.
 """
+
+from collections.abc import Iterator
 
 from msgspec import Struct
 
-from config.graphs import graph_buckets
-from config.memory_plan import DTYPE_BYTES, KEPT_BYTES, parameters
-from config.schema import ModelArch, ModelConfig, WeightFormat
+from config.graphs import graph_buckets, graph_contexts
+from config.memory_plan import DTYPE_BYTES, parameters
+from config.schema import ModelArch, ModelConfig, WeightFormat, WeightFormats
 
 # A CUDA context, the parts of cuBLAS and torch that a model makes the driver load, cuBLAS's workspaces, Triton's
 # kernels, and what torch's allocator keeps in hand. An estimate: it differs with devices and versions.
@@ -23,22 +25,29 @@ _KERNELS_OF_LAYER = 10
 _OTHER_KERNELS = 10
 _KERNEL_NODE = 4 << 10
 
-# Decode attention divides a context into parts of so many tokens, but makes no more than so many of them.
-SPLIT_TOKENS = 512
-MAX_SPLITS = 32
+# Integer weights are packed in blocks of 16 rows and of so many inputs, with scales and minimums of 16 bits for the
+# largest of these groups in which they are equal, or for whole rows (`kernels.gpu.pack`).
+_BLOCK_ROWS = 16
+_BLOCK_INPUTS = {4: 128, 8: 64}
+_GROUPS = (128, 64, 32)
+_BITS = {"int4": 4, "int8": 8}
+
+# Decode attention divides contexts into splits (`kernels.gpu.decode_attention`).
+_SPLIT_TOKENS = 256
+_SPLITS_OF_HEADS, _LEAST_SPLITS, _MOST_SPLITS = 512, 16, 128
 
 _SCORED_ROWS = 48  # whose logits are computed at once for log-probabilities of prompts
-_INDEX_BYTES = 40  # of a token in the arrays that say what a step computes: its id, position, slot, sequence
-_SAMPLING_BYTES = 128  # of a sequence: its sampling settings, and what is sampled
+_INDEX_BYTES = 64  # of a token in the arrays that say what a step computes: its id, position, slot, row
+_SAMPLING_BYTES = 16 << 10  # of a row, in what the sampling kernels tell each other
 
 
 class GpuBuffers(Struct, frozen=True, kw_only=True):
-    """What lies beside weights, KV and graphs from the start, for the largest step."""
+    """What is needed beside weights, KV and graphs for the largest step."""
 
-    tokens: int  # states of all tokens of a step
+    tokens: int  # states of all tokens
     logits: int
     attention: int  # partial results of decode attention
-    tables: int  # block tables, positions' rotations, and the index arrays of a step
+    tables: int  # block tables, positions' rotations, and the arrays that say what is computed
 
     @property
     def total(self) -> int:
@@ -48,35 +57,69 @@ class GpuBuffers(Struct, frozen=True, kw_only=True):
         return tuple((name, getattr(self, name)) for name in self.__struct_fields__)
 
 
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
 def gpu_weight_bytes(arch: ModelArch, model: ModelConfig, tp: int = 1) -> tuple[int, str]:
     """(bytes that one rank's weights take, in which formats matrices are held).
 
-    Floats, the embedding, norms and biases in `model.dtype`, which is settled. Integers of the other matrices as they
-    are, unless `model.quantization` is "none": 4 or 8 bits, and of 32 inputs a scale and, with 4 bits, a minimum, of
-    16 bits each. A tied head is the embedding itself.
+    Floats, the embedding, norms and biases are in `model.dtype`, which is settled; integers of other matrices stay what
+    they are, unless `model.quantization` is "none". A tied head is the embedding itself.
     """
     parts = parameters(arch, tp)
-    matrices = parts.column_parallel + parts.row_parallel
-    counts = arch.formats.layers or {"bfloat16": matrices}
-    held: dict[str, float] = {model.dtype: parts.embedding}
-    for weight_format, elements in (
-        *((name, count / sum(counts.values()) * matrices) for name, count in counts.items()),
-        (arch.formats.head, parts.head),
-    ):
+    matrices = list(_layer_matrices(arch, tp))
+    counts = arch.formats.layers or {"bfloat16": 1}
+    held: set[str] = {model.dtype}
+    total = float(DTYPE_BYTES[model.dtype] * (parts.embedding + parts.column_biases + parts.row_biases + parts.norms))
+    for weight_format, count in counts.items():
         kept = _kept_format(weight_format, model)
-        held[kept] = held.get(kept, 0) + elements
-    total = sum(elements * KEPT_BYTES[kept] for kept, elements in held.items())
-    total += DTYPE_BYTES[model.dtype] * (parts.column_biases + parts.row_biases + parts.norms)
+        held.add(kept)
+        size = sum(_matrix_bytes(rows, inputs, kept, arch.formats) for rows, inputs in matrices)
+        total += arch.num_layers * size * count / sum(counts.values())
+    if parts.head:
+        kept = _kept_format(arch.formats.head, model)
+        held.add(kept)
+        total += _matrix_bytes(parts.head // arch.hidden_size, arch.hidden_size, kept, arch.formats)
     return round(total), f"matrices are held as {', '.join(sorted(held))}"
 
 
+def _layer_matrices(arch: ModelArch, tp: int) -> Iterator[tuple[int, int]]:
+    """(outputs, inputs) of one layer's matrices, as they are merged: q, k and v are one, and gate and up."""
+    queries, keys = arch.num_heads // tp * arch.head_dim, arch.num_kv_heads // tp * arch.head_dim
+    inner = arch.intermediate_size // tp
+    yield queries + 2 * keys, arch.hidden_size
+    yield arch.hidden_size, queries
+    yield 2 * inner, arch.hidden_size
+    yield arch.hidden_size, inner
+
+
 def _kept_format(weight_format: WeightFormat, model: ModelConfig) -> str:
-    is_kept = weight_format in ("int4", "int8") and model.quantization == "auto"
+    is_kept = weight_format in _BITS and model.quantization == "auto"
     return weight_format if is_kept else model.dtype
 
 
+def _matrix_bytes(rows: int, inputs: int, kept: str, formats: WeightFormats) -> int:
+    if kept not in _BITS:
+        return rows * inputs * DTYPE_BYTES[kept]
+    bits = _BITS[kept]
+    rows = _round_up(rows, _BLOCK_ROWS)
+    packed_inputs = _round_up(inputs, _BLOCK_INPUTS[bits])
+    groups = 1
+    if formats.group < inputs:
+        groups = -(-packed_inputs // next(size for size in _GROUPS if formats.group % size == 0))
+    numbers = 2 if bits == 4 and formats.has_minimums else 1
+    return rows * (packed_inputs * bits // 8 + groups * numbers * 2)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+# --- buffers and graphs ----------------------------------------------------------------------------------------------
+
+
 def token_width(arch: ModelArch, tp: int = 1) -> int:
-    """Elements, in the compute dtype, that buffers hold for each token of a step.
+    """Elements, in the compute dtype, that are held for each token of a step.
 
     The residual, the normed input and a linear's result; q, k and v; attention's result; gate, up and their product.
     """
@@ -89,23 +132,33 @@ def gpu_buffers(
 ) -> GpuBuffers:
     """For steps of `max_step_tokens` tokens of `max_seqs` sequences, none of them longer than `max_model_len`."""
     rows = max(max_seqs, min(_SCORED_ROWS, max_step_tokens))
-    splits = min(MAX_SPLITS, -(-max_model_len // SPLIT_TOKENS))
     rotations = max_model_len * arch.head_dim * 4
     block_tables = max_seqs * -(-max_model_len // block_size) * 4
-    indices = max_step_tokens * _INDEX_BYTES + max_seqs * _SAMPLING_BYTES
     return GpuBuffers(
         tokens=max_step_tokens * token_width(arch, tp) * DTYPE_BYTES[dtype],
-        logits=2 * rows * arch.vocab_size * 4,
-        attention=max_seqs * arch.num_heads // tp * splits * (arch.head_dim + 2) * 4,
-        tables=rotations + block_tables + indices,
+        logits=rows * (2 * arch.vocab_size * 4 + _SAMPLING_BYTES),  # as they are, and those whose values are told
+        attention=max_seqs * _attention_bytes(arch, max_model_len, tp),
+        tables=rotations + 2 * block_tables + max_step_tokens * _INDEX_BYTES,  # of all rows, and of a step's
     )
 
 
-def graph_bytes(arch: ModelArch, dtype: str, max_graph_seqs: int, tp: int = 1) -> int:
-    """Estimate of what the graphs of all batches up to `max_graph_seqs` take.
+def _attention_bytes(arch: ModelArch, max_model_len: int, tp: int) -> int:
+    """Of a decoding sequence: from each split and head a float32 vector, its largest score and its sum."""
+    most = min(max(_SPLITS_OF_HEADS // (arch.num_kv_heads // tp), _LEAST_SPLITS), _MOST_SPLITS)
+    splits = min(-(-max_model_len // _SPLIT_TOKENS), most)
+    return arch.num_heads // tp * splits * (arch.head_dim + 2) * 4 if splits > 1 else 0
 
-    The driver keeps something for each kernel of each graph; results on the way lie in one pool, for the largest.
+
+def graph_bytes(
+    arch: ModelArch, dtype: str, max_graph_seqs: int, max_model_len: int, block_size: int, tp: int = 1
+) -> int:
+    """Estimate of what the graphs of all decode batches of up to `max_graph_seqs` sequences take.
+
+    The driver keeps something for each kernel of each graph; what is on the way lies in one pool for all of them.
     """
+    if not max_graph_seqs:
+        return 0
+    graphs = len(graph_buckets(max_graph_seqs)) * len(graph_contexts(max_model_len))
     kernels = _KERNELS_OF_LAYER * arch.num_layers + _OTHER_KERNELS
-    nodes = len(graph_buckets(max_graph_seqs)) * kernels * _KERNEL_NODE
-    return nodes + max_graph_seqs * token_width(arch, tp) * DTYPE_BYTES[dtype]
+    pool = gpu_buffers(arch, dtype, max_graph_seqs, max_graph_seqs, max_model_len, block_size, tp)
+    return graphs * kernels * _KERNEL_NODE + pool.tokens + pool.logits + pool.attention

@@ -10,9 +10,9 @@ from config.schema import Config, ModelArch, ModelConfig, WeightFormat
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-# Of one weight in the matrices of the compiled CPU kernels and of the GPU backend; scales (and minimums) of 32 weights
-# have 16 bits, one for int8, two for int4.
-KEPT_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1 + 2 / 32, "int4": 0.5 + 2 * 2 / 32}
+# Of one weight in the matrices of the compiled CPU kernels; scales (and minimums) of 32 weights are float16, one for
+# int8, two for int4.
+_KEPT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 2 / 32, "int4": 0.5 + 2 * 2 / 32}
 
 # Resident size of a rank with torch loaded and no model, and of each other process; measured with torch 2.13 for CPUs.
 RANK_RUNTIME = 350 << 20
@@ -170,7 +170,7 @@ def _native_weight_bytes(arch: ModelArch, model: ModelConfig, tp: int) -> tuple[
     ):
         kept = _kept_format(weight_format, model)
         held[kept] = held.get(kept, 0) + elements
-    total = sum(elements * KEPT_BYTES[kept] for kept, elements in held.items())
+    total = sum(elements * _KEPT_BYTES[kept] for kept, elements in held.items())
     total += 4 * (parts.column_biases + parts.row_biases + parts.norms)
     return round(total), f"matrices are held as {', '.join(sorted(kept for kept in held if held[kept]))}"
 

@@ -191,9 +191,11 @@ def _together(start: Way, knobs: list[_Knob]) -> list[Way]:
         if way(fewer).fits:
             chosen = fewer
     for index in chosen:
-        knob = knobs[index]
-        value = _largest(lambda value, index=index: way(chosen | {index: value}), knob.least, knob.most)
-        chosen[index] = knob.least if value is None else value
+
+        def turned(value: int, index: int = index) -> Way:
+            return way(chosen | {index: value})
+
+        chosen[index] = _largest(turned, knobs[index].least, knobs[index].most) or knobs[index].least
     return [way(chosen)]
 
 

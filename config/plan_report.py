@@ -1,7 +1,7 @@
 """What the launcher prints about a memory plan: a line at start, and the page of `--plan`."""
 
 from config.bytesize import format_size
-from config.graphs import graph_buckets
+from config.graphs import graph_buckets, graph_contexts
 from config.memory_plan import MemoryPlan, parameter_count, smallest_tp
 from config.schema import Config, ModelArch
 
@@ -67,7 +67,9 @@ def _memory(plan: MemoryPlan, config: Config, arch: ModelArch) -> list[str]:
     if plan.gpu is None:
         return ["", *own, *host_kv, processes, f"{total} of {format_size(plan.memory_available)} available"]
     sizes = len(graph_buckets(config.worker.max_graph_seqs or 0))
-    graphs = f"{sizes} batch sizes up to {config.worker.max_graph_seqs}" if sizes else "none"
+    contexts = len(graph_contexts(config.model.max_model_len or 1))
+    graphs = f"{sizes} numbers of sequences up to {config.worker.max_graph_seqs}, {contexts} of tokens"
+    graphs = graphs if sizes else "none"
     available = "" if plan.gpu.elsewhere else f" of {format_size(plan.memory_available)} available"
     return [
         "",

@@ -181,19 +181,20 @@ def _draft(config: Config, arch: ModelArch, machine: Machine, length: int) -> Me
         num_blocks=0,
         memory_available=machine.memory_available,
         weight_note=note,
-        gpu=_gpu_budget(config, arch, machine) if is_cuda else None,
+        gpu=_gpu_budget(config, arch, machine, length) if is_cuda else None,
         buffers=buffers.named() if buffers else (),
     )
 
 
-def _gpu_budget(config: Config, arch: ModelArch, machine: Machine) -> GpuBudget:
-    gpu, worker = machine.gpus[0], config.worker
+def _gpu_budget(config: Config, arch: ModelArch, machine: Machine, length: int) -> GpuBudget:
+    gpu, worker, block_size = machine.gpus[0], config.worker, config.scheduler.block_size
+    graph_seqs = worker.max_graph_seqs or 0
     return GpuBudget(
         name=gpu.name,
         total=gpu.total_bytes,
         free=gpu.free_bytes,
         usable=_usable(config, machine),
-        graphs=gpu_memory.graph_bytes(arch, config.model.dtype, worker.max_graph_seqs or 0, worker.tp),
+        graphs=gpu_memory.graph_bytes(arch, config.model.dtype, graph_seqs, length, block_size, worker.tp),
         runtime=gpu_memory.CUDA_RUNTIME,
         elsewhere=machine.plans_elsewhere,
     )

@@ -364,11 +364,13 @@ class RopeConfig(Struct, frozen=True, kw_only=True):
 
 
 class WeightFormats(Struct, frozen=True, kw_only=True):
-    """How a checkpoint keeps its matrices; int4 and int8 are codes with a scale for each 32 inputs of a row."""
+    """How a checkpoint keeps its matrices; int4 and int8 are codes with a scale for each group of inputs of a row."""
 
     layers: dict[WeightFormat, int] = {}  # elements of the layers' matrices by format; empty: all are bfloat16
     embedding: WeightFormat = "bfloat16"
     head: WeightFormat = "bfloat16"  # when tied, that of the embedding
+    group: int = 32  # inputs with one scale in the file; backends may make smaller groups of them
+    has_minimums: bool = True  # whether int4 groups have a minimum, or a zero point, of their own
 
 
 class ModelArch(Struct, frozen=True, kw_only=True):

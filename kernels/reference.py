@@ -28,15 +28,22 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return y if bias is None else y + bias
 
 
-def gated_activation(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
-    """[T, 2 I] -> [T, I]: act(first half) * second half; kind "silu" or "gelu" (tanh form, Hendrycks & Gimpel 2016)."""
-    gate, up = gate_up.chunk(2, dim=-1)
+def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """act(x); kind "silu" (Elfwing et al. 2018), "gelu" (Hendrycks & Gimpel 2016, tanh form) or "none"."""
     if kind == "silu":
-        return gate / (1 + torch.exp(-gate)) * up
+        return x / (1 + torch.exp(-x))
     if kind == "gelu":
-        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-        return 0.5 * gate * (1 + torch.tanh(inner)) * up
-    raise ValueError(f"activation {kind!r} is not one of silu, gelu")
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+        return 0.5 * x * (1 + torch.tanh(inner))
+    if kind == "none":
+        return x
+    raise ValueError(f"activation {kind!r} is not one of silu, gelu, none")
+
+
+def gated_activation(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
+    """[T, 2 I] -> [T, I]: act(first half) * second half; see `activation`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activation(gate, kind) * up
 
 
 def rope_frequencies(

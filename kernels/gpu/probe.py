@@ -24,7 +24,7 @@ def look() -> dict[str, Any]:
         answer["problem"] = f"torch can't be imported: {_in_a_line(error)}"
         return answer
     if torch.version.cuda is None and torch.version.hip is None:
-        answer["problem"] = f"torch {torch.__version__} is a build without CUDA"
+        answer["problem"] = f"torch {torch.__version__} is a build for CPUs; pytorch.org/get-started has others"
         return answer
     try:
         torch.cuda.init()
