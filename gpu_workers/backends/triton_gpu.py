@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from kernels.gpu.decode_attention import decode_attention
+from kernels.gpu.matmul import matmul
+from kernels.gpu.prefill_attention import prefill_attention
+from kernels.gpu.weight_only import PackedIntegers, pack_integers, weight_only_matmul
 
 from gpu_workers.backend import Backend, Compiled, LoadedWeight
 from gpu_workers.backends.triton_graphs import GraphCompiled, buckets_of
@@ -28,14 +32,10 @@ from gpu_workers.rows import Rows
 from gpu_workers.sampling import PackedMask, SamplingBatch, TokenMask
 from gpu_workers.weights.quantized import QuantizedWeight
 from kernels.gpu.activation import gated_activation
-from kernels.gpu.decode_attention import decode_attention
 from kernels.gpu.embedding import embed
-from kernels.gpu.matmul import matmul
 from kernels.gpu.norm import add_rms_norm, rms_norm
-from kernels.gpu.prefill_attention import prefill_attention
 from kernels.gpu.rope import rope_and_write
 from kernels.gpu.tables import choose
-from kernels.gpu.weight_only import PackedIntegers, pack_integers, weight_only_matmul
 
 
 @dataclass(slots=True, frozen=True)

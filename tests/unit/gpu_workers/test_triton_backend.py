@@ -24,7 +24,6 @@ from tests.kernels.gpu.device import DEVICE
 from tests.unit.gpu_workers.plans import new_row, plan, spec
 from tests.unit.gpu_workers.tiny import make_batch, save_tiny
 from tests.unit.gpu_workers.tiny_gguf import save_tiny_gguf
-from tests.unit.gpu_workers.tiny_packed import save_tiny_packed
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 89, 79, 3, 23, 84, 62, 6, 43, 38], [27, 18, 28], [100] * 33]
 TABLES = [[4, 9], [7], [1, 2, 3]]
@@ -102,8 +101,10 @@ class Steps:
     def generate(self, samplings: list[SamplingSpec], count: int) -> tuple[list[list[int]], list[StepResult]]:
         """`count` tokens for each prompt; the second prompt comes while the first is running."""
         prompts = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14]]
-        new = [new_row(row, ids, range(6 * row, 6 * row + 6), sampling=one)
-               for row, (ids, one) in enumerate(zip(prompts, samplings, strict=True))]
+        new = [
+            new_row(row, ids, range(6 * row, 6 * row + 6), sampling=one)
+            for row, (ids, one) in enumerate(zip(prompts, samplings, strict=True))
+        ]
         plans = [plan(0, [(0, 0, 5, 0)], new=new[:1]), plan(1, [(0, 5, 2, 1), (1, 0, 3, 1)], new=new[1:])]
         plans += [plan(2 + at, [(0, 7 + at, 1, 1), (1, 3 + at, 1, 1)]) for at in range(count - 1)]
         results = []
@@ -157,7 +158,9 @@ def test_prompt_scores_and_embeddings_of_a_batch_in_another_order(tmp_path: Path
         runner.execute(plan(0, [(0, 0, 3, 1)], new=[new_row(0, [1, 2, 3], range(6))]))
         scored = new_row(1, [9, 8, 7, 6, 5], range(6, 12), sampling=spec(prompt_logprobs=2))
         pooled = new_row(2, [9, 8, 7, 6], range(12, 18))
-        pooled = type(pooled)(**{name: getattr(pooled, name) for name in pooled.__struct_fields__} | {"pooling": "mean"})
+        pooled = type(pooled)(
+            **{name: getattr(pooled, name) for name in pooled.__struct_fields__} | {"pooling": "mean"}
+        )
         found.append(runner.execute(plan(1, [(1, 0, 5, 1), (0, 3, 1, 1), (2, 0, 4, 1)], new=[scored, pooled])))
     expected, result = found
     assert result.token_ids == expected.token_ids
@@ -202,14 +205,21 @@ def test_a_captured_graph_is_replayed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(compiled._graphs) == [Bucket(2, 64)]
     replays = []
     graph = compiled._graphs[Bucket(2, 64)].graph
-    monkeypatch.setattr(type(graph), "replay", lambda self, replay=type(graph).replay: (replays.append(1), replay(self)))
+    monkeypatch.setattr(
+        type(graph), "replay", lambda self, replay=type(graph).replay: (replays.append(1), replay(self))
+    )
     steps.generate(SAMPLINGS["greedy"], 5)
     assert len(replays) == 4, "of the six steps, the last four are decodes of two rows"
 
 
 def test_buckets_cover_all_contexts() -> None:
     assert buckets_of([4, 1], 9000) == [
-        Bucket(1, 2048), Bucket(1, 8192), Bucket(1, 9000), Bucket(4, 2048), Bucket(4, 8192), Bucket(4, 9000),
+        Bucket(1, 2048),
+        Bucket(1, 8192),
+        Bucket(1, 9000),
+        Bucket(4, 2048),
+        Bucket(4, 8192),
+        Bucket(4, 9000),
     ]
     assert buckets_of([2], 100) == [Bucket(2, 100)]
 
