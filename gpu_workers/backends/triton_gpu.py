@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from kernels.gpu.decode_attention import decode_attention
 from kernels.gpu.matmul import matmul
+from kernels.gpu.pack import PackedIntegers, largest_group, pack_integers
 from kernels.gpu.prefill_attention import prefill_attention
-from kernels.gpu.weight_only import PackedIntegers, pack_integers, weight_only_matmul
+from kernels.gpu.weight_only import weight_only_matmul
 
 from gpu_workers.backend import Backend, Compiled, LoadedWeight
 from gpu_workers.backends.triton_graphs import GraphCompiled, buckets_of
@@ -31,11 +32,14 @@ from gpu_workers.prepare import PreparedStep
 from gpu_workers.rows import Rows
 from gpu_workers.sampling import PackedMask, SamplingBatch, TokenMask
 from gpu_workers.weights.quantized import QuantizedWeight
+from ipc.control import StartError
 from kernels.gpu.activation import gated_activation
 from kernels.gpu.embedding import embed
 from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.rope import rope_and_write
 from kernels.gpu.tables import choose
+
+_LARGEST_HEAD = 256
 
 
 @dataclass(slots=True, frozen=True)
@@ -87,7 +91,8 @@ class TritonBackend(Backend):
         there = None if bias is None else self._to_device(bias)
         if not isinstance(weight, QuantizedWeight):
             return Linear(self._to_device(weight), there, out_dtype)
-        packed = pack_integers(weight.codes, weight.scales, weight.minimums, self.dtype, self.device)
+        group = largest_group(weight.scales, weight.minimums)
+        packed = pack_integers(weight.codes, weight.scales, weight.minimums, group, self.dtype, self.device)
         return Linear(packed, there, out_dtype)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -228,16 +233,16 @@ class TritonBackend(Backend):
             )
         if decodes < len(tables):
             prefill_attention(
-                q,
+                q[decodes:],
                 keys,
                 values,
                 tables[decodes:],
-                batch.query_starts[decodes:],
+                batch.query_starts if self._deterministic else batch.chunk_starts,
                 batch.context_lens[decodes:],
                 max_query_len=max(batch.longest_chunk, 1),
                 deterministic=self._deterministic,
                 max_context=batch.max_context,
-                out=out,
+                out=out[decodes:],
                 **shared,
             )
         return out.flatten(1)

@@ -39,7 +39,9 @@ class GpuBatch:
     max_context: int  # at least the longest
     bucket: "Bucket | None" = None  # of the graph that computes it
     order: NDArray[np.int64] | None = None  # [T] where each of the plan's tokens is in the batch; None: as they come
-    block_tables: torch.Tensor | None = None  # [B, blocks] int32, once `with_tables` has taken them
+    # Once `with_tables` has made them:
+    block_tables: torch.Tensor | None = None  # [B, blocks] int32
+    chunk_starts: torch.Tensor | None = None  # [B - decodes + 1] int32: where chunks begin, from the first of them
 
     @classmethod
     def of(cls, batch: ForwardBatch, device: torch.device) -> "GpuBatch":
@@ -64,9 +66,12 @@ class GpuBatch:
         )
 
     def with_tables(self, block_size: int) -> "GpuBatch":
-        """With the sequences' block tables; done on the device, so that a graph does it anew each time."""
+        """With what all layers share; made on the device, so that a graph does it anew each time."""
         width = min(self.max_context // block_size + 1, self.tables.shape[1])
-        return replace(self, block_tables=self.tables[:, :width].index_select(0, self.rows))
+        block_tables = self.tables[:, :width].index_select(0, self.rows)
+        return replace(
+            self, block_tables=block_tables, chunk_starts=self.query_starts[self.num_decodes :] - self.num_decodes
+        )
 
     def input_ids(self) -> torch.Tensor:
         """[T] int32, all known."""
