@@ -92,7 +92,7 @@ def ways_out(config: Config, arch: ModelArch, machine: Machine) -> list[Way]:
     """Of a plan for a GPU that does not fit: each of them fits."""
     start = Way(text="", config=config, arch=arch, machine=machine)
     resolved = start.resolved()
-    if resolved is None or resolved.plan.gpu is None:
+    if resolved is None or resolved.plan.gpu is None or resolved.plan.fits:
         return []
     if not resolved.plan.fits_host:
         larger = _larger_machine(start, resolved.plan)
@@ -131,7 +131,8 @@ def _knobs(start: Way, resolved: Resolved) -> list[_Knob]:
     shorter_step = ((scheduler.max_step_tokens or 1) - 1) // _STEPS
     knobs.append(_Knob(turn=_shorter_steps, least=_LEAST_STEP // _STEPS, most=shorter_step))
     if asked.worker.kv_memory is not None:
-        knobs.append(_Knob(turn=_smaller_kv, most=plan.kv // _MIB))
+        least = _mebibytes(plan.bytes_of(asked.model.max_model_len or _LEAST_LENGTH))
+        knobs.append(_Knob(turn=_smaller_kv, least=least, most=plan.kv // _MIB))
     if asked.model.max_model_len is not None:
         shorter = (asked.model.max_model_len - 1) // _LENGTHS
         knobs.append(_Knob(turn=_shorter_sequences, least=_LEAST_LENGTH // _LENGTHS, most=shorter))
@@ -143,7 +144,9 @@ def _smaller_keys(saved: int, way: Way, _: int) -> Way:
 
 
 def _without_graphs(way: Way, _: int) -> Way:
-    return way.setting("--no-cuda-graphs", "worker", cuda_graphs=False, max_graph_seqs=None)
+    if way.config.worker.max_graph_seqs is None:
+        return way.setting("--no-cuda-graphs", "worker", cuda_graphs=False)
+    return way.setting("--max-graph-seqs 0", "worker", max_graph_seqs=0)
 
 
 def _fewer_sequences(way: Way, count: int) -> Way:
@@ -267,8 +270,12 @@ def _smaller_host_tier(start: Way, plan: MemoryPlan) -> list[Way]:
     def way(size: int) -> Way:
         return start.setting(f"--host-kv-memory {size}MiB", "worker", host_kv_memory=f"{size}MiB")
 
-    size = _largest(way, 1, plan.host_kv // _MIB)
+    size = _largest(way, _mebibytes(plan.block_bytes), plan.host_kv // _MIB)
     return [] if size is None else [way(size)]
+
+
+def _mebibytes(size: int) -> int:
+    return -(-size // _MIB)
 
 
 # --- CPUs ------------------------------------------------------------------------------------------------------------

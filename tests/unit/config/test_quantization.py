@@ -119,7 +119,8 @@ def test_packed_linears_count_as_the_format_they_will_be_read_in(
     oracle = save_tiny(tmp_path, **SIZES)
     pack_model(tmp_path, GPTQ | changes)
     arch = read_arch(tmp_path)
-    assert arch.formats == WeightFormats(layers=layers, embedding="float32", head="float32", has_minimums=False)
+    minimums = not changes.get("sym", True)
+    assert arch.formats == WeightFormats(layers=layers, embedding="float32", head="float32", has_minimums=minimums)
     biases = 2 * (64 + 2 * 32 + 64 + 2 * 96 + 64)  # AutoGPTQ's, of zeros
     assert arch.num_parameters == oracle.num_parameters() + biases
     assert arch.weight_bytes < 4 * oracle.num_parameters()
