@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.bench_kernels.command import say
+from tools.bench_kernels.gpu import SPEED_HEADER, speed_columns
 from tools.bench_kernels.limits import usable_cores
 from tools.check_gpu.sections import Section, markdown_table
 from tools.check_gpu.targets import TARGETS, judge
@@ -137,7 +138,11 @@ def speed(check: Check, until: float) -> Section:
 def speed_section(cases: Sequence[Case], results: Sequence[Ran]) -> Section:
     """A row a case, with its targets beside it."""
     measured = {result.case.label: result.measured for result in results if result.measured is not None}
-    rows = [[*_speed_row(result), _targets_text(result.case, measured)] for result in results if result.measured]
+    rows = [
+        [result.case.label, *speed_columns(result), _rival(result), _targets_text(result.case, measured)]
+        for result in results
+        if result.measured
+    ]
     verdicts = judge(TARGETS, cases, measured)
     compared = [verdict for verdict in verdicts if verdict.measured]
     reached = sum(verdict.reached == verdict.measured for verdict in compared)
@@ -145,30 +150,21 @@ def speed_section(cases: Sequence[Case], results: Sequence[Ran]) -> Section:
         f"{len(measured)} of {len(results)} cases{_left_out(cases, results)}; {reached} of {len(compared)} targets "
         f"that were measured are reached"
     )
-    header = ["case", "us", "GB/s", "TFLOP/s", "of the limit", "by", "rival", "rival's time / time", "target"]
+    header = ["case", *SPEED_HEADER, "rival", "target"]
     return Section(
         "Speed",
         summary,
-        "Medians with a cold L2 cache. of the limit: the time that the bytes would take at the copy bandwidth, or the\n"
-        "operations at the matrix peak, over the time measured.\n\n" + markdown_table(header, rows),
+        "Medians with a cold L2 cache. limit: the time that the bytes would take at the copy bandwidth, or the "
+        "operations at the matrix peak,\nover the time measured. speedup: the rival's time over the time measured.\n\n"
+        + markdown_table(header, rows),
         [f"{result.case.label}: {result.failed}" for result in results if result.failed],
         verdicts,
     )
 
 
-def _speed_row(result: Ran) -> list[str]:
-    case, measured = result.case, result.measured
-    assert measured is not None
-    return [
-        case.label,
-        f"{measured.seconds * 1e6:.1f}",
-        f"{case.num_bytes / measured.seconds / 1e9:.0f}",
-        f"{case.operations / measured.seconds / 1e12:.1f}",
-        f"{measured.fraction:.2f}",
-        measured.bound,
-        case.rival + (f" ({measured.rival_error})" if measured.rival_error else ""),
-        "" if measured.speedup is None else f"{measured.speedup:.2f}",
-    ]
+def _rival(ran: Ran) -> str:
+    error = ran.measured.rival_error if ran.measured else ""
+    return f"{ran.case.rival} ({error})" if error else ran.case.rival
 
 
 def _targets_text(case: Case, measured: Mapping[str, Measured]) -> str:

@@ -27,6 +27,13 @@ class CompiledCase:
     asked: Sequence[tuple[str, Shape]]
     error: str
 
+    @property
+    def unasked(self) -> str:
+        """That settings were never chosen by the case's own kernel and shape, or ""."""
+        if (self.case.kernel, dict(self.case.shape)) in [(kernel, dict(shape)) for kernel, shape in self.asked]:
+            return ""
+        return f"settings are asked for {list(self.asked)}, not for the case's {dict(self.case.shape)}"
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -126,8 +133,9 @@ def report(
     result = Report()
     seen: dict[tuple[str, str], Row] = {}
     for each in compiled:
-        if each.error:
-            result.problems.append(f"{each.architecture} {each.case.label}: {each.error}")
+        problem = each.error or each.unasked
+        if problem:
+            result.problems.append(f"{each.architecture} {each.case.label}: {problem}")
         for code in each.compiled:
             key = each.architecture, code.hash
             hot = each.case.hot or (key in seen and seen[key].hot)
