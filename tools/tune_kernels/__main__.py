@@ -110,7 +110,7 @@ def _measured(arguments: argparse.Namespace, until: float) -> Times:
         compiled = compile_cases(cases, [architecture], modules, arguments.jobs, say, candidates=True, until=until)
         unfit = unfit_candidates(compiled, architecture)
         tuner = Tuner(process, modules, machine, until)
-        found = []
+        found: list[Tried] = []
         for case in cases:
             tried = tuner.try_case(case, shipped_settings(entries(architecture), case), unfit.get(case.label, {}))
             if tried is None:
@@ -118,7 +118,7 @@ def _measured(arguments: argparse.Namespace, until: float) -> Times:
                 break
             found.append(tried)
             say(f"{len(found)}/{len(cases)} {case.label}: {len(tried.seconds)} settings, {len(tried.problems)} wrong")
-    now = datetime.now(timezone.utc)
+    now = datetime.now(UTC)
     return Times(stamp(machine.described, f"{now:%Y-%m-%d}"), architecture, found)
 
 
