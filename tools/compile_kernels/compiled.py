@@ -104,13 +104,15 @@ def compile_cases(
 def _parts(cases: Sequence[Case], candidates: bool) -> Iterator[list[tuple[str, int | None]]]:
     """Labels of cases, and numbers of their candidates, in requests.
 
-    Those of one kernel are together, since many of them are the same code; not too many, so that processes share them.
+    Those of one kernel with the same candidate are together, since many of them are the same code; not too many, so that
+    processes share them.
     """
-    by_kernel: dict[str, list[tuple[str, int | None]]] = {}
+    by_code: dict[tuple[str, int | None], list[tuple[str, int | None]]] = {}
     for case in cases:
         numbers: Sequence[int | None] = range(len(case.candidates)) if candidates else (None,)
-        by_kernel.setdefault(case.kernel, []).extend((case.label, number) for number in numbers)
-    for units in by_kernel.values():
+        for number in numbers:
+            by_code.setdefault((case.kernel, number), []).append((case.label, number))
+    for units in by_code.values():
         for start in range(0, len(units), _UNITS):
             yield units[start : start + _UNITS]
 
