@@ -12,7 +12,7 @@ from tools.score.reference import Score, score_row, tolerance_of
 _DTYPE = "bfloat16"
 
 
-def _answers(request: Request) -> Iterator[Answer]:
+def answers(request: Request) -> Iterator[Answer]:
     """One for each row of the file `reference`; a single one with "failed" when `model` can't be loaded."""
     try:
         model = load(Path(request["model"]), _DTYPE, None, quantized=True, kv_dtype=_DTYPE, device=request["device"])
@@ -36,4 +36,4 @@ def _answers(request: Request) -> Iterator[Answer]:
 
 
 if __name__ == "__main__":
-    serve(_answers)
+    serve(answers)

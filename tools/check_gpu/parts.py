@@ -102,9 +102,8 @@ def engine(check: Check, until: float) -> Section:
     done, steps, equal, worst = 0, 0, 0, 0.0
     failures: list[str] = []
     with Worker(_ENGINE_WORKER) as process:
-        answers = process.ask(request, max(until - time.monotonic(), 1.0))
         try:
-            for answer in answers:
+            for answer in process.ask(request, max(until - time.monotonic(), 1.0)):
                 if "failed" in answer:
                     return Section(title, "the model could not be run", failures=[answer["failed"]])
                 done += 1

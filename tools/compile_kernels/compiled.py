@@ -104,7 +104,7 @@ def compile_cases(
 def _parts(cases: Sequence[Case], candidates: bool) -> Iterator[list[tuple[str, int | None]]]:
     """Labels of cases, and numbers of their candidates, in requests.
 
-    Those of one kernel with the same candidate are together, since many of them are the same code; not too many, so that
+    Those of one kernel with the same candidate are together, as many of them are the same code; not too many, so that
     processes share them.
     """
     by_code: dict[tuple[str, int | None], list[tuple[str, int | None]]] = {}

@@ -35,8 +35,6 @@ class Case:
     hot: bool = True  # runs in each layer or step: it must not spill registers
     # Settings that are tried when the table is made anew.
     candidates: tuple[Mapping[str, Any], ...] = field(default=())
-    # Names of settings that results depend on: of the candidates only those are tried that have them as shipped.
-    fixed: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:

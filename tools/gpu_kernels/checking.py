@@ -23,7 +23,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
         return 0.0
     found, wanted = actual.double(), expected.double()
     same = (found == wanted) | (found.isnan() & wanted.isnan())
-    error = torch.where(same, 0.0, (found - wanted).abs()).nan_to_num(torch.inf).max()
+    error = torch.where(same, 0.0, (found - wanted).abs()).nan_to_num(torch.inf, torch.inf).max()
     finite = torch.where(wanted.isfinite(), wanted.abs(), 0.0)
     return float(error / finite.max().clamp(min=_SMALLEST))
 

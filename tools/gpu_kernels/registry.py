@@ -34,4 +34,7 @@ def cases_by_label(modules: tuple[str, ...]) -> Mapping[str, Case]:
 
 def first_of_each_kernel(cases: Sequence[Case]) -> list[Case]:
     """A representative subset: one case a kernel."""
-    return list({case.kernel: case for case in reversed(cases)}.values())[::-1]
+    first: dict[str, Case] = {}
+    for case in cases:
+        first.setdefault(case.kernel, case)
+    return list(first.values())

@@ -105,7 +105,7 @@ class _Running:
         try:
             line = self._lines.get(timeout=max(seconds, 0))
         except Empty:
-            raise LostError(f"took more than {seconds:.0f} s") from None
+            raise LostError(f"took more than {seconds:g} s") from None
         if not line:
             raise LostError(self._last_words())
         return line

@@ -43,11 +43,7 @@ class Tuner:
 
         The fastest are measured once more, and for longer, so that not the luckiest of many measurements is taken.
         """
-        settings = {
-            candidate: each
-            for candidate, each in enumerate(case.candidates)
-            if key(each) != key(shipped) and all(each.get(name) == shipped.get(name) for name in case.fixed)
-        }
+        settings = {candidate: each for candidate, each in enumerate(case.candidates) if key(each) != key(shipped)}
         problems = {key(settings[candidate]): why for candidate, why in unfit.items() if candidate in settings}
         candidates: list[int | None] = [None, *(candidate for candidate in settings if candidate not in unfit)]
         first = self._run(case, candidates, _SECONDS)
