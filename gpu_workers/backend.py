@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpu_workers.batch import ForwardBatch
 from gpu_workers.clock import Clock, HostClock
 from gpu_workers.comm import Comm
 from gpu_workers.drawn import Drawn, Known
@@ -26,6 +25,7 @@ from gpu_workers.sampling import PackedMask, SamplingBatch, TokenMask, argmax, c
 from gpu_workers.weights.quantized import QuantizedWeight
 
 Weight = Any  # what `load_linear` returned: its layout is the backend's own business
+Batch = Any  # what `Backend.prepare` returned, or a ForwardBatch
 Array = Any  # what an op returned: a tensor, or its place in a recording
 LoadedWeight = torch.Tensor | QuantizedWeight  # [N, K] as it comes from a checkpoint
 
@@ -43,7 +43,7 @@ class Compiled:
         self._body = body
         self._select = select
         self._head = head
-        self._last: tuple[Any, ForwardBatch] | None = None
+        self._last: tuple[Any, Batch] | None = None
 
     def __call__(self, batch: Any, kv: Any) -> torch.Tensor:
         """[S, vocabulary] float32 logits, good until the next run."""
@@ -163,7 +163,7 @@ class Backend(ABC):
     def draw(
         self,
         logits: torch.Tensor,
-        batch: Any,
+        batch: Batch,
         settings: SamplingBatch | None,
         mask: TokenMask | PackedMask | None = None,
     ) -> Drawn:
@@ -177,7 +177,7 @@ class Backend(ABC):
         return Known(*sample(logits, settings, mask, self.choose_tokens))
 
     @abstractmethod
-    def embed(self, table: Weight, batch: ForwardBatch, first: int = 0) -> Array:
+    def embed(self, table: Weight, batch: Batch, first: int = 0) -> Array:
         """[T, hidden]: row id - first of the table for each token id, zeros for ids that it has no row for."""
 
     @abstractmethod
@@ -189,7 +189,7 @@ class Backend(ABC):
         """(normed(x + residual), x + residual)."""
 
     @abstractmethod
-    def select_logits_rows(self, x: Array, batch: ForwardBatch) -> Array:
+    def select_logits_rows(self, x: Array, batch: Batch) -> Array:
         """[T, ...] -> [S, ...]."""
 
     @abstractmethod
@@ -205,7 +205,7 @@ class Backend(ABC):
         """[S, hidden] -> [S, vocabulary], float32."""
 
     @abstractmethod
-    def rope_and_write(self, qkv: Array, num_heads: int, kv: Any, layer: int, batch: ForwardBatch) -> Array:
+    def rope_and_write(self, qkv: Array, num_heads: int, kv: Any, layer: int, batch: Batch) -> Array:
         """Rotate q and k by position and write k and v into the pool.
 
         `qkv` [T, (H + 2 G) D] has the query, key and value heads in that order; the rotated q is returned, for
@@ -213,7 +213,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def attention(self, q: Array, kv: Any, layer: int, batch: ForwardBatch, window: int = 0) -> Array:
+    def attention(self, q: Array, kv: Any, layer: int, batch: Batch, window: int = 0) -> Array:
         """Causal attention over the paged pool -> [T, H * D].
 
         The query at position p attends to the positions 0..p of its sequence or, with a window, to the last `window` of

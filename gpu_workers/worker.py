@@ -55,7 +55,7 @@ class Worker:
         )
         self._comm = make_comm(spec.index, settings.tp, spec.rendezvous_port)
         memory = GpuMemory(spec.gpu_bytes) if spec.gpu_bytes else None
-        taking: Callable[[str], AbstractContextManager[None]] = memory.taking if memory else nullcontext
+        taking: Callable[[str], AbstractContextManager[object]] = memory.taking if memory else nullcontext
         control.stage("loading weights", 0.0)
         with taking("weights"):
             self._model = load_model(spec, backend, self._comm, control.stage)

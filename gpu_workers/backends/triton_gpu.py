@@ -103,6 +103,11 @@ class TritonBackend(Backend):
         self._cos, self._sin = (table.float().contiguous().to(self.device) for table in (cos, sin))
 
     def allocate_kv(self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> GpuKV:
+        if head_dim % 16 or head_dim > _LARGEST_HEAD:
+            raise StartError(
+                f"This model's heads have {head_dim} dimensions; the GPU kernels take multiples of 16 up to "
+                f"{_LARGEST_HEAD}. Serve it with --device cpu."
+            )
         return GpuKV.allocate(num_layers, num_blocks, block_size, num_kv_heads, head_dim, self._kv_dtype, self.device)
 
     def allocate_host_kv(self, kv: GpuKV, num_blocks: int) -> GpuHostKV:
@@ -172,11 +177,13 @@ class TritonBackend(Backend):
     def linear(self, x: torch.Tensor, weight: Linear) -> torch.Tensor:
         matrix = weight.weight
         if isinstance(matrix, PackedIntegers):
-            return weight_only_matmul(
+            y: torch.Tensor = weight_only_matmul(
                 x, matrix, weight.bias, deterministic=self._deterministic, out_dtype=weight.out_dtype
             )
+            return y
         if self._by_triton(x, weight):
-            return matmul(x, matrix, weight.bias, out_dtype=weight.out_dtype)
+            y = matmul(x, matrix, weight.bias, out_dtype=weight.out_dtype)
+            return y
         return F.linear(x, matrix, weight.bias)
 
     def _by_triton(self, x: torch.Tensor, weight: Linear) -> bool:

@@ -96,8 +96,7 @@ class GraphCompiled(Compiled):
 
     def _rows(self, token_rows: Any) -> torch.Tensor:
         assert self._last is not None
-        batch: GpuBatch = self._last[1]
-        return batch.places(token_rows)
+        return self._last[1].places(token_rows)  # type: ignore[no-any-return]
 
     def capture(
         self, inputs: StepInputs, kv: GpuKV, buckets: Sequence[Bucket], progress: Callable[[float], None]

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from kernels.gpu.penalties import apply_bias, apply_bitmask, apply_penalties, ban
-from kernels.gpu.sampling import argmax, choose_tokens, log_probabilities
 from numpy.typing import NDArray
 
 from gpu_workers.backends.triton_inputs import GpuBatch
@@ -18,6 +16,8 @@ from gpu_workers.drawn import Drawn, Logprobs, Tokens
 from gpu_workers.noise import uniform
 from gpu_workers.sampling import GREEDY_BELOW, NOT_NUMBERS, PackedMask, SamplingBatch
 from ipc.engine_messages import RawLogprobs
+from kernels.gpu.penalties import apply_bias, apply_bitmask, apply_penalties, ban
+from kernels.gpu.sampling import argmax, choose_tokens, log_probabilities
 
 _PENALTIES = ("counts", "repetition", "presence", "frequency")
 

@@ -91,7 +91,7 @@ class Arriving:
         self._event = event
 
     def ready(self) -> bool:
-        return self._event is None or bool(self._event.query())
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[Array]:
         if self._event is not None:

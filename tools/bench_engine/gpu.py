@@ -4,13 +4,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
 
 import torch
 
 from config.gpu_memory import gpu_weight_bytes
 from config.graphs import graph_buckets
 from config.memory_plan import DTYPE_BYTES, kv_bytes_per_token, parameter_count
-from config.schema import ModelArch, ModelConfig
+from config.schema import DType, ModelArch, ModelConfig
 from gpu_workers.comm import LocalComm
 from gpu_workers.models.llama import LlamaModel
 from gpu_workers.runner import Runner, Step
@@ -18,6 +20,7 @@ from ipc.engine_messages import SamplingSpec, StepPlan, StepResult
 from tools.bench_engine.steps import BLOCK_SIZE, Plans, attention_operations, positions_seen
 from tools.gpu_kernels.measure import GpuLimits
 
+DTYPE: Literal["bfloat16"] = "bfloat16"  # of weights and activations
 _WARM_UPS = 3
 _LEAST_STEPS, MOST_STEPS = 10, 256
 _PROFILED_STEPS = 20
@@ -58,7 +61,6 @@ class GpuBench:
     ) -> None:
         """Captures graphs for up to `max_rows` sequences of up to `max_length` tokens, as a server does at start."""
         self._arch, self._limits, self._kv_dtype = model.arch, limits, kv_dtype
-        self._dtype = str(model.backend.dtype).removeprefix("torch.")
         self._on_gpu = model.backend.device.type == "cuda"
         num_blocks = max_rows * -(-max_length // BLOCK_SIZE)
         kv = model.allocate_kv(num_blocks, BLOCK_SIZE)
@@ -147,17 +149,16 @@ class GpuBench:
         timed = found[min(_WARM_UPS, len(found) - 2) :]
         ends = [end for end, _ in timed]
         results = [result for _, result in timed[1:]]
-        interval = statistics.median(later - earlier for earlier, later in zip(ends, ends[1:], strict=False))
+        interval = statistics.median(later - earlier for earlier, later in pairwise(ends))
         device = statistics.median((one.prepare_us + one.forward_us + one.sample_us) / 1e6 for one in results)
         idle = sum(one.between_us for one in results) / 1e6 / (ends[-1] - ends[0])
-        num_bytes, operations = step_work(self._arch, self._dtype, self._kv_dtype, tokens, sampled, kv_positions, seen)
-        precision = "bfloat16" if self._dtype == "float16" else self._dtype
-        least, bound = self._limits.least_seconds(num_bytes, operations, precision)
+        num_bytes, operations = step_work(self._arch, DTYPE, self._kv_dtype, tokens, sampled, kv_positions, seen)
+        least, bound = self._limits.least_seconds(num_bytes, operations, DTYPE)
         return GpuTimes(phase, tokens, context, len(results), interval, device, idle, least / interval, bound, kernels)
 
 
 def step_work(
-    arch: ModelArch, dtype: str, kv_dtype: str, tokens: int, sampled: int, kv_positions: float, seen: float
+    arch: ModelArch, dtype: DType, kv_dtype: str, tokens: int, sampled: int, kv_positions: float, seen: float
 ) -> tuple[float, float]:
     """(bytes, operations) that a step needs at least: every weight once, and the keys and values of all sequences.
 

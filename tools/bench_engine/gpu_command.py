@@ -11,7 +11,7 @@ from config.arch import read_arch
 from config.schema import ModelArch
 from gpu_workers.backends import make_backend
 from gpu_workers.models.llama import LlamaModel
-from tools.bench_engine.gpu import MOST_STEPS, GpuBench, GpuTimes
+from tools.bench_engine.gpu import DTYPE, MOST_STEPS, GpuBench, GpuTimes
 from tools.bench_engine.random_models import SHAPES, random_model
 from tools.bench_kernels.command import say
 from tools.gpu_kernels.machine import describe
@@ -19,7 +19,6 @@ from tools.gpu_kernels.measure import GpuLimits, Stopwatch, measure_limits
 from tools.score.model import assemble
 from tools.simulate.table import render
 
-DTYPE = "bfloat16"
 HEADER = ["ms", "tok/s", "device", "idle", "kernels", "limit", "by"]
 _LIMIT_SECONDS = 0.3
 

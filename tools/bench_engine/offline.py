@@ -26,7 +26,7 @@ class Load:
     def prompts(self, vocab_size: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(1)
         shape = (self.requests, self.prompt_tokens)
-        return torch.randint(vocab_size, shape, generator=generator).tolist()  # type: ignore[no-any-return]
+        return torch.randint(vocab_size, shape, generator=generator).tolist()
 
 
 def ours(model: LlamaModel, load: Load) -> float:
@@ -39,10 +39,9 @@ def ours(model: LlamaModel, load: Load) -> float:
 
 
 def transformers_model(arch: ModelArch, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-    """A model of transformers with random weights; `arch` is of the Llama family, with biases where Qwen2 has them."""
+    """A Llama model of transformers with random weights and the sizes of `arch`, without biases."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    assert not (arch.qkv_bias or arch.o_bias or arch.mlp_bias), "shapes with biases are another class there"
     config = LlamaConfig(
         hidden_size=arch.hidden_size,
         intermediate_size=arch.intermediate_size,
@@ -53,12 +52,11 @@ def transformers_model(arch: ModelArch, device: torch.device, dtype: torch.dtype
         vocab_size=arch.vocab_size,
         max_position_embeddings=arch.max_position,
         rms_norm_eps=arch.rms_norm_eps,
-        rope_theta=arch.rope.theta,
         tie_word_embeddings=arch.tie_embeddings,
     )
     with torch.device(device):
-        model = LlamaForCausalLM(config).to(dtype)
-    return model.eval()
+        model: torch.nn.Module = LlamaForCausalLM(config)
+    return model.to(dtype).eval()
 
 
 def theirs(model: torch.nn.Module, load: Load) -> float:
@@ -68,7 +66,9 @@ def theirs(model: torch.nn.Module, load: Load) -> float:
     prompts = load.prompts(model.config.vocab_size)  # type: ignore[union-attr,arg-type]
 
     def run(inputs: Sequence[list[int]], tokens: int) -> float:
-        settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        settings = GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
         begin = time.perf_counter()
         outputs = model.generate_batch(inputs=list(inputs), generation_config=settings)  # type: ignore[operator]
         seconds = time.perf_counter() - begin

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kernels.gpu.pack import PackedIntegers
 
 from config.arch import read_arch
 from gpu_workers.backend import Backend
@@ -18,12 +19,12 @@ from gpu_workers.models.llama import LlamaModel
 from gpu_workers.runner import Runner
 from gpu_workers.weights.loader import open_source
 from gpu_workers.weights.source import Weights
-from kernels.gpu.pack import PackedIntegers
 from ipc.codec import pack_ints, unpack_floats, unpack_ints
 from ipc.engine_messages import SamplingSpec, StepResult
 from tests.kernels.gpu.device import DEVICE
 from tests.unit.gpu_workers.plans import new_row, plan, spec
 from tests.unit.gpu_workers.tiny import make_batch, save_tiny
+from tests.unit.gpu_workers.tiny_packed import pack_model
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 89, 79, 3, 23, 84, 62, 6, 43, 38], [27, 18, 28], [100] * 33]
 TABLES = [[4, 9], [7], [1, 2, 3]]
