@@ -63,6 +63,9 @@ class TritonBackend(Backend):
         self.dtype = dtype
         self.takes_quantized = quantized
         self.clock = StreamClock() if device.type == "cuda" else HostClock()
+        # Sums of parts of a product stay in float32.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._deterministic = deterministic
         self._kv_dtype = kv_dtype
         self._cos = self._sin = torch.empty(0)
@@ -181,17 +184,20 @@ class TritonBackend(Backend):
                 x, matrix, weight.bias, deterministic=self._deterministic, out_dtype=weight.out_dtype
             )
             return y
-        if self._by_triton(x, weight):
+        if self._by_triton(x, matrix, weight.out_dtype):
             y = matmul(x, matrix, weight.bias, out_dtype=weight.out_dtype)
             return y
-        return F.linear(x, matrix, weight.bias)
+        if weight.out_dtype == x.dtype:
+            return F.linear(x, matrix, weight.bias)
+        y = torch.mm(x, matrix.t(), out_dtype=weight.out_dtype)
+        return y if weight.bias is None else y.add_(weight.bias)
 
-    def _by_triton(self, x: torch.Tensor, weight: Linear) -> bool:
+    def _by_triton(self, x: torch.Tensor, matrix: torch.Tensor, out_dtype: torch.dtype) -> bool:
         """Whether a product is the Triton kernel's, with one order of sums; else it is the library's."""
-        if self._deterministic or weight.out_dtype != x.dtype:
+        if self._deterministic or (x.dtype != out_dtype and not x.is_cuda):
             return True
-        rows, inputs = x.shape
-        return bool(choose("linear", m=rows, n=weight.weight.shape[0], k=inputs)["implementation"] == "triton")
+        (rows, inputs), outputs = x.shape, matrix.shape[0]
+        return bool(choose("linear", m=rows, n=outputs, k=inputs)["implementation"] == "triton")
 
     def gated_linear(self, x: torch.Tensor, weight: Linear, kind: str) -> torch.Tensor:
         return gated_activation(self.linear(x, weight), kind)

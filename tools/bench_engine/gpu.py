@@ -36,7 +36,7 @@ class GpuTimes:
     steps: int
     interval: float  # from one step's result to the next one's
     device: float  # from the arrival of a step's inputs on the device to its sampled tokens
-    idle: float  # share of all the time in which the device had nothing to do
+    idle: float  # share of all the time in which the device computed nothing
     fraction: float  # of the limit that binds
     bound: str  # which: "memory" or "compute"
     kernels: float | None = None  # the sum of the times of a step's kernels, each by itself
@@ -151,7 +151,8 @@ class GpuBench:
         results = [result for _, result in timed[1:]]
         interval = statistics.median(later - earlier for earlier, later in pairwise(ends))
         device = statistics.median((one.prepare_us + one.forward_us + one.sample_us) / 1e6 for one in results)
-        idle = sum(one.between_us for one in results) / 1e6 / (ends[-1] - ends[0])
+        # The copy of a step's inputs, and before it what the device waits for the host.
+        idle = sum(one.between_us + one.prepare_us for one in results) / 1e6 / (ends[-1] - ends[0])
         num_bytes, operations = step_work(self._arch, DTYPE, self._kv_dtype, tokens, sampled, kv_positions, seen)
         least, bound = self._limits.least_seconds(num_bytes, operations, DTYPE)
         return GpuTimes(phase, tokens, context, len(results), interval, device, idle, least / interval, bound, kernels)
