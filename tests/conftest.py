@@ -15,6 +15,9 @@ from launch.gpus import count_gpus
 if not count_gpus():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Processes that tests start take the CPU also beside a GPU, unless a test says otherwise.
+os.environ.setdefault("TOKENMILL_DEVICE", "cpu")
+
 # How long an example takes says nothing about it: the machine may be busy.
 settings.register_profile("tokenmill", deadline=None)
 settings.load_profile("tokenmill")

@@ -115,7 +115,10 @@ def install(python: Path, requirements: list[str], gpus: int, torch_index: str) 
         say(f"installing {torch} ({'GPU build, several GB' if gpus and not torch_index else 'about 200 MB'}) ...")
         with tempfile.TemporaryDirectory() as folder:
             constraints = [pin for pin in pins() if pin != torch and pin.partition("==")[0] not in GPU_PACKAGES]
-            if torch_index:
+            if torch_index and gpus:
+                # Triton and CUDA's libraries come from there, too, and the rest from where pip looks anyway.
+                options = ["--extra-index-url", torch_index, "--constraint", str(Path(folder) / "constraints.txt")]
+            elif torch_index:
                 # Only torch comes from there; what it requires is among the pins below.
                 options = ["--no-deps", "--index-url", torch_index]
             else:
@@ -134,6 +137,17 @@ def install(python: Path, requirements: list[str], gpus: int, torch_index: str) 
         failure = run_pip(python, "install", *requirements)
         if failure:
             raise SetupError(explain(failure, ""))
+
+
+def gpu_problem(python: Path) -> str:
+    """Why the torch that is installed can't use this machine's GPUs, or ""."""
+    done = subprocess.run(
+        [str(python), "-m", "kernels.gpu.probe"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    try:
+        return str(json.loads(done.stdout)["problem"])
+    except (ValueError, KeyError):
+        return (done.stderr.strip() or f"looking for them ended with status {done.returncode}").splitlines()[-1]
 
 
 def explain(failure: str, torch: str) -> str:
@@ -203,10 +217,15 @@ def main() -> int:
             subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
         missing = missing_pins(PYTHON)
         if missing:
-            install(PYTHON, missing, count_gpus(), os.environ.get(TORCH_INDEX, ""))
+            gpus = count_gpus()
+            install(PYTHON, missing, gpus, os.environ.get(TORCH_INDEX, ""))
             missing = missing_pins(PYTHON)
             if missing:
                 raise SetupError(f"pip reported success, but these are not installed: {', '.join(missing)}")
+            problem = gpu_problem(PYTHON) if gpus else ""
+            if problem:
+                say(f"warning: models will run on the CPU, since this machine's GPU can't be used: {problem}")
+                say(f"another package index for torch can be named in {TORCH_INDEX}; delete {VENV.name} before")
         fetch_model(PYTHON, REPOSITORY / "models")
     except SetupError as error:
         print(f"\nsetup: {error}", file=sys.stderr)

@@ -17,7 +17,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENMILL_")} | environ
+    """With default settings but for these, and as if there were no GPU here."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENMILL_")}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", **environ}
     command = [sys.executable, "-m", "launch", *arguments]
     return subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=180

@@ -133,6 +133,17 @@ def test_help_names_every_flag_with_its_variable_and_description(capsys: pytest.
         assert option.meta.description
 
 
+def test_a_gpu_is_planned_for_with_plan_only() -> None:
+    settings = read_settings([*MODEL, "--plan", "--plan-gpu", "RTX 4090"], {}, "0")
+    assert settings.plan_gpu is not None
+    assert settings.plan_gpu.name == "RTX4090"
+    assert read_settings([*MODEL, "--plan"], {}, "0").plan_gpu is None
+    assert message("--plan-gpu", "24GiB").startswith("--plan-gpu: only with --plan")
+    assert message("--plan", "--plan-gpu", "24GiB", "--device", "cpu") == "--plan-gpu: not with --device cpu"
+    assert message("--plan", "--plan-gpu", "big").startswith("--plan-gpu: 'big' is neither a memory size such as 24GiB")
+    assert message("--plan-gp", "24GiB") == "unknown argument --plan-gp; did you mean --plan-gpu?"
+
+
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         read_settings(["--version"], {}, "1.2.3")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ipc.control import StartError
-from launch.model_source import WANTED_FILES, locate
+from launch.model_source import DESCRIPTIONS, WANTED_FILES, locate
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -58,6 +58,20 @@ def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
 def test_what_is_neither_a_path_nor_a_hub_id_says_both(model: str) -> None:
     assert "no such file or directory" in said(model)
     assert str(Path(model).absolute()) in said(model)
+
+
+def test_a_plan_takes_a_config_alone(tmp_path: Path) -> None:
+    make(tmp_path, "config.json")
+    assert "no .safetensors file" in said(str(tmp_path))
+    assert locate(str(tmp_path), None, needs_weights=False).path == tmp_path
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(StartError, match=r"this directory has no config\.json"):
+        locate(str(tmp_path), None, needs_weights=False)
+
+
+def test_of_a_hub_id_a_plan_fetches_descriptions_only() -> None:
+    assert any(fnmatch("config.json", pattern) for pattern in DESCRIPTIONS)
+    assert not any(fnmatch("model.safetensors", pattern) for pattern in DESCRIPTIONS)
 
 
 def run_locate(cache: Path, *arguments: str, prelude: str = "") -> subprocess.CompletedProcess[str]:

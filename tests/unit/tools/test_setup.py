@@ -124,6 +124,34 @@ def test_another_index_is_asked_for_torch_alone(packages: Path, monkeypatch: pyt
     assert installed(packages) == {"torch"}
 
 
+def test_with_a_gpu_another_index_has_what_torch_needs_too(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its build is taken, though the same version is elsewhere."""
+    index = packages.parent / "index"
+    make_wheel(packages, "torch", "2.13.0")
+    for name, version, requires in (("torch", "2.13.0+cu130", ("triton==3.9.0",)), ("triton", "3.9.0", ())):
+        make_wheel(index / name, name, version, requires)
+        [wheel] = (index / name).glob("*.whl")
+        (index / name / "index.html").write_text(f'<!DOCTYPE html><a href="{wheel.name}">{wheel.name}</a>')
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", (packages.parent / "nothing").as_uri())
+    setup.install(PYTHON, ["torch==2.13.0"], 1, index.as_uri())
+    assert installed(packages) == {"torch", "triton"}
+    assert (packages.parent / "installed" / "torch-2.13.0+cu130.dist-info").exists()
+
+
+def test_a_build_that_cannot_use_the_gpu_is_told(tmp_path: Path) -> None:
+    def python(script: str) -> Path:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return path
+
+    assert setup.gpu_problem(python("""echo '{"devices": [{}], "problem": ""}'""")) == ""
+    assert setup.gpu_problem(python("""echo '{"problem": "a build for CPUs"}'""")) == "a build for CPUs"
+    assert setup.gpu_problem(python("echo no such module >&2; exit 1")) == "no such module"
+    assert setup.gpu_problem(python("exit 3")) == "looking for them ended with status 3"
+
+
 def test_a_python_without_a_build_is_named(packages: Path) -> None:
     make_wheel(packages, "torch", "2.12.0")
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
