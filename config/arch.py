@@ -8,11 +8,12 @@ from msgspec import structs
 
 from config.gguf_file import GGUFFile
 from config.json_fields import Fields, optional_json, read_json
+from config.memory_plan import parameter_count
 from config.pooling import pooling_of_directory, pooling_of_gguf
 from config.quantization import read_quantization
-from config.safetensors_files import safetensors_headers
+from config.safetensors_files import has_safetensors, safetensors_headers
 from config.schema import ModelArch, RopeConfig
-from config.weight_formats import gguf_formats, safetensors_formats
+from config.weight_formats import declared_formats, gguf_formats, safetensors_formats
 
 # Hugging Face architecture -> our model family
 _FAMILIES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "llama"}
@@ -22,10 +23,13 @@ _RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 _ROPE_TYPES: tuple[str, ...] = get_args(_RopeType)
 
 
-def read_arch(path: Path) -> ModelArch:
-    """Architecture of the model in the directory or .gguf file `path`; ValueError says what is wrong with it."""
+def read_arch(path: Path, needs_weights: bool = True) -> ModelArch:
+    """Architecture of the model in the directory or .gguf file `path`; ValueError says what is wrong with it.
+
+    Without `needs_weights`, a directory may lack safetensors files: then config.json says in which formats they are.
+    """
     if path.is_dir():
-        return _from_directory(path)
+        return _from_directory(path, needs_weights)
     if path.is_file():
         return _from_gguf(GGUFFile(path))
     raise ValueError(f"{path}: no such directory or .gguf file")
@@ -34,7 +38,7 @@ def read_arch(path: Path) -> ModelArch:
 # --- Hugging Face directory ------------------------------------------------------------------------------------------
 
 
-def _from_directory(path: Path) -> ModelArch:
+def _from_directory(path: Path, needs_weights: bool) -> ModelArch:
     config_path = path / "config.json"
     if not config_path.exists():
         raise ValueError(f"{path}: there is no config.json in this directory")
@@ -50,9 +54,7 @@ def _from_directory(path: Path) -> ModelArch:
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_layers = fields.integer("num_hidden_layers")
     attention_bias = fields.flag("attention_bias")
-    tensors = safetensors_headers(path)
-    formats, num_parameters = safetensors_formats(tensors, quantization)
-    return _checked(
+    arch = _checked(
         ModelArch(
             family=_FAMILIES[architecture],
             hidden_size=hidden_size,
@@ -72,13 +74,21 @@ def _from_directory(path: Path) -> ModelArch:
             mlp_bias=fields.flag("mlp_bias"),
             hidden_act=_activation(fields.source, config.get("hidden_act", "silu")),
             eos_token_ids=_eos_from_directory(path, config),
-            weight_bytes=sum(header.num_bytes for header in tensors.values()),
-            num_parameters=num_parameters,
-            formats=formats,
             name=path.resolve().name,
             pooling=pooling_of_directory(path),
         ),
         fields.source,
+    )
+    if not needs_weights and not has_safetensors(path):
+        formats = declared_formats(config, quantization)
+        return structs.replace(arch, num_parameters=parameter_count(arch), formats=formats)
+    tensors = safetensors_headers(path)
+    formats, num_parameters = safetensors_formats(tensors, quantization)
+    return structs.replace(
+        arch,
+        weight_bytes=sum(header.num_bytes for header in tensors.values()),
+        num_parameters=num_parameters,
+        formats=formats,
     )
 
 

@@ -1,12 +1,11 @@
 """What a model takes in memory, counted before anything is allocated.
 
-All sizes are in bytes. Weights and KV are exact for the shapes in `ModelArch`; activations and what the processes
-themselves take are estimates, and said to be.
+All sizes are in bytes. Weights and KV are exact for the shapes in `ModelArch`; activations on a CPU and what the
+processes themselves take are estimates, and said to be. What is particular to GPUs is in `config.gpu_memory`.
 """
 
 from msgspec import Struct
 
-from config.bytesize import format_size
 from config.schema import Config, ModelArch, ModelConfig, WeightFormat
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -22,12 +21,26 @@ PROCESS_RUNTIME = 70 << 20
 # Largest tile of keys for which attention scores are held at once.
 _ATTENTION_TILE = 512
 
-_DEVICE_SIZES = (8 << 30, 16 << 30, 24 << 30, 40 << 30, 80 << 30, 141 << 30)
 _DEVICE_SHARE = 0.9  # of a device's memory that a rank may plan with
 
 
+class GpuBudget(Struct, frozen=True, kw_only=True):
+    """The GPU of a rank, and what it takes of it beside weights, activations and KV."""
+
+    name: str
+    total: int
+    free: int
+    usable: int  # the engine's share of `total`, or `free` if that is less
+    graphs: int
+    runtime: int  # of CUDA and the libraries
+    elsewhere: bool = False  # it is no GPU of this machine, of whose own memory nothing is known then
+
+
 class MemoryPlan(Struct, frozen=True, kw_only=True):
-    """Bytes by purpose; per rank unless the name says otherwise."""
+    """Bytes by purpose; per rank unless the name says otherwise.
+
+    With a GPU, weights, activations and KV cache lie there, and only the rest in the memory of the machine.
+    """
 
     tp: int
     weights: int
@@ -39,10 +52,16 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
     memory_available: int  # of the machine, when the plan was made
     weight_note: str = ""
     num_host_blocks: int = 0  # of the host tier
+    gpu: GpuBudget | None = None
+    buffers: tuple[tuple[str, int], ...] = ()  # what `activations` consists of, where that is known
 
     @property
     def block_bytes(self) -> int:
         return self.block_size * self.kv_bytes_per_token
+
+    def bytes_of(self, tokens: int) -> int:
+        """KV of one sequence of `tokens` tokens, in whole blocks."""
+        return -(-tokens // self.block_size) * self.block_bytes
 
     @property
     def kv(self) -> int:
@@ -59,15 +78,31 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """All ranks and processes together: on a CPU they share one memory."""
-        return self.tp * (self.weights + self.activations + self.kv + self.host_kv) + self.runtime_total
+        """Of the machine's memory, all ranks and processes together."""
+        on_device = 0 if self.gpu else self.weights + self.activations + self.kv
+        return self.tp * (on_device + self.host_kv) + self.runtime_total
+
+    @property
+    def gpu_total(self) -> int:
+        """Of the GPU's memory; 0 without one."""
+        if self.gpu is None:
+            return 0
+        return self.weights + self.activations + self.kv + self.gpu.graphs + self.gpu.runtime
+
+    @property
+    def fits_gpu(self) -> bool:
+        return self.gpu is None or self.gpu_total <= self.gpu.usable
+
+    @property
+    def fits_host(self) -> bool:
+        return self.total <= self.memory_available or (self.gpu is not None and self.gpu.elsewhere)
 
     @property
     def fits(self) -> bool:
-        return self.total <= self.memory_available
+        return self.fits_gpu and self.fits_host
 
 
-class _Parameters(Struct, frozen=True):
+class Parameters(Struct, frozen=True):
     """Parameters of one rank, by the way they are held."""
 
     embedding: int
@@ -79,7 +114,7 @@ class _Parameters(Struct, frozen=True):
     norms: int
 
 
-def _parameters(arch: ModelArch, tp: int) -> _Parameters:
+def parameters(arch: ModelArch, tp: int) -> Parameters:
     """Matrices are split among `tp` ranks, the embedding and the head by vocabulary rows; norms are not split."""
     hidden, inner = arch.hidden_size, arch.intermediate_size // tp
     queries, keys = arch.num_heads // tp * arch.head_dim, arch.num_kv_heads // tp * arch.head_dim
@@ -88,7 +123,7 @@ def _parameters(arch: ModelArch, tp: int) -> _Parameters:
     row = queries * hidden + inner * hidden
     column_biases = (queries + 2 * keys if arch.qkv_bias else 0) + (2 * inner if arch.mlp_bias else 0)
     row_biases = hidden * (arch.o_bias + arch.mlp_bias)
-    return _Parameters(
+    return Parameters(
         embedding=table,
         head=0 if arch.tie_embeddings else table,
         column_parallel=arch.num_layers * column,
@@ -101,7 +136,7 @@ def _parameters(arch: ModelArch, tp: int) -> _Parameters:
 
 def parameter_count(arch: ModelArch, tp: int = 1) -> int:
     """Parameters that one of `tp` ranks holds; with one rank, those of the model."""
-    parts = _parameters(arch, tp)
+    parts = parameters(arch, tp)
     matrices = parts.embedding + parts.head + parts.column_parallel + parts.row_parallel
     return matrices + parts.column_biases + parts.row_biases + parts.norms
 
@@ -109,7 +144,7 @@ def parameter_count(arch: ModelArch, tp: int = 1) -> int:
 def weight_bytes(
     arch: ModelArch, model: ModelConfig, native_kernels: bool, has_bfloat16: bool, tp: int = 1
 ) -> tuple[int, str]:
-    """(bytes that one rank's weights take on a CPU, what is worth knowing about that or "").
+    """(bytes that one rank's weights take with a CPU's kernels, what is worth knowing about that or "").
 
     `model.dtype` is settled; `has_bfloat16`: the CPU has instructions for it.
     """
@@ -123,7 +158,7 @@ def _native_weight_bytes(arch: ModelArch, model: ModelConfig, tp: int) -> tuple[
 
     The embedding is a matrix like any other: rows are dequantized as they are needed. A tied one is also the head.
     """
-    parts = _parameters(arch, tp)
+    parts = parameters(arch, tp)
     matrices = parts.column_parallel + parts.row_parallel
     counts = arch.formats.layers or {"bfloat16": matrices}
     # All ranks have the same share of each matrix, so of each format.
@@ -154,7 +189,7 @@ def _torch_weight_bytes(arch: ModelArch, dtype: str, has_bfloat16: bool, tp: int
     them. The head gives float32 logits, so it is always held as float32, in a copy of its own even when it is tied to
     the embedding; so are, with several ranks, the matrices whose results are summed over ranks.
     """
-    parts = _parameters(arch, tp)
+    parts = parameters(arch, tp)
     own = DTYPE_BYTES[dtype]
     matrix = 2 if dtype == "bfloat16" and has_bfloat16 else 4
     head = 4 * (parts.head or parts.embedding)
@@ -170,14 +205,14 @@ def _torch_weight_bytes(arch: ModelArch, dtype: str, has_bfloat16: bool, tp: int
 
 
 def kv_bytes_per_token(arch: ModelArch, dtype: str, tp: int = 1, native_block_size: int = 0) -> int:
-    """Keys and values of one token position in all layers, on one rank; each int8 one has a float32 scale.
+    """Keys and values of one token position in all layers, on one rank; each of 8 bits has a float32 scale.
 
     The compiled kernels fill up blocks and heads to eights, and a layer's part of a block to 64 bytes: with
     `native_block_size`, each position has its share of that, rounded up.
     """
     heads = arch.num_kv_heads // tp
     if not native_block_size:
-        key = arch.head_dim + 4 if dtype == "int8" else arch.head_dim * DTYPE_BYTES[dtype]
+        key = arch.head_dim + 4 if dtype in ("int8", "fp8") else arch.head_dim * DTYPE_BYTES[dtype]
         return 2 * arch.num_layers * heads * key
     keys, width = _round_up(native_block_size, 8), _round_up(arch.head_dim, 8)
     elements = arch.head_dim * keys + native_block_size * width
@@ -221,86 +256,7 @@ def smallest_tp(config: Config, arch: ModelArch, device_bytes: int) -> int | Non
     for tp in range(1, 65):
         if can_split(arch, tp):
             need = parameter_count(arch, tp) * DTYPE_BYTES[dtype] + length * kv_bytes_per_token(arch, kv_dtype, tp)
-            need += activation_bytes(arch, dtype, step, config.scheduler.max_seqs, tp)
+            need += activation_bytes(arch, dtype, step, config.scheduler.max_seqs or 1, tp)
             if need + RANK_RUNTIME <= device_bytes * _DEVICE_SHARE:
                 return tp
     return None
-
-
-def _context_lengths(longest: int) -> list[int]:
-    lengths = [512]
-    while lengths[-1] * 2 < longest:
-        lengths.append(lengths[-1] * 2)
-    return [length for length in lengths if length < longest] + [longest]
-
-
-def short_report(plan: MemoryPlan) -> str:
-    """One line for the start of the server."""
-    ranks = f" x {plan.tp} ranks" if plan.tp > 1 else ""
-    host = f"host KV {format_size(plan.host_kv)} ({plan.num_host_blocks} blocks), " if plan.num_host_blocks else ""
-    return (
-        f"memory: weights {format_size(plan.weights)}, KV {format_size(plan.kv)} "
-        f"({plan.num_blocks} blocks, {plan.kv_tokens} tokens), {host}activations about {format_size(plan.activations)}"
-        f"{ranks}; {format_size(plan.total)} of {format_size(plan.memory_available)} available"
-    )
-
-
-def full_report(plan: MemoryPlan, config: Config, arch: ModelArch) -> str:
-    """The page that `--plan` prints."""
-    rank = " of each rank" if plan.tp > 1 else ""
-    note = f"; {plan.weight_note}" if plan.weight_note else ""
-    host = [f"host KV      {format_size(plan.host_kv):>10}{rank} ({plan.num_host_blocks} blocks)"]
-    longest = config.model.max_model_len or arch.max_position
-    lines = [
-        f"model        {arch.family}, {parameter_count(arch) / 1e6:,.1f} M parameters, {arch.num_layers} layers, "
-        f"{arch.num_heads} heads ({arch.num_kv_heads} KV) of {arch.head_dim}",
-        f"computes in  {config.model.dtype} on {config.worker.device}, tp {plan.tp}",
-        "",
-        f"weights      {format_size(plan.weights):>10}{rank} (files: {format_size(arch.weight_bytes)}{note})",
-        f"activations  {format_size(plan.activations):>10}{rank} "
-        f"(estimate, {config.scheduler.max_step_tokens} tokens a step)",
-        f"KV cache     {format_size(plan.kv):>10}{rank} ({plan.num_blocks} blocks of {plan.block_size} tokens, "
-        f"{format_size(plan.kv_bytes_per_token)} a token in {config.model.kv_dtype})",
-        *(host if plan.num_host_blocks else ()),
-        f"processes    {format_size(plan.runtime_total):>10} (estimate)",
-        f"total        {format_size(plan.total):>10} of {format_size(plan.memory_available)} available",
-        "",
-        f"max concurrent tokens {plan.kv_tokens:,}",
-        "sequences that fit at once, by their length (running at once: at most --max-seqs "
-        f"{config.scheduler.max_seqs})",
-    ]
-    for length in _context_lengths(longest):
-        blocks = -(-length // plan.block_size)
-        lines.append(f"  {length:>9,} tokens  {plan.num_blocks // blocks:>7,}")
-    lines += ["", "smallest tp that holds the model and one longest sequence, by memory of each device"]
-    for size in _DEVICE_SIZES:
-        tp = smallest_tp(config, arch, size)
-        lines.append(f"  {format_size(size):>9}  {'does not fit' if tp is None else f'tp {tp}'}")
-    lines += [
-        f"here: tp {plan.tp} {'fits' if plan.fits else 'does not fit'} (on a CPU all ranks share this memory)",
-        f"copies of the whole engine (dp) that this memory holds: {plan.memory_available // plan.total}",
-    ]
-    return "\n".join(lines)
-
-
-def shortage(plan: MemoryPlan, config: Config) -> str:
-    """A paragraph that says why the plan does not fit and what to do."""
-    without_tiers = plan.total - plan.tp * (plan.kv + plan.host_kv)
-    room = (plan.memory_available - without_tiers) // plan.tp
-    advice = []
-    if room > 0:
-        size = f"{max(1, room >> 20)}MiB or less"
-        together = f"--kv-memory and --host-kv-memory of together {size}"
-        advice.append(together if plan.num_host_blocks else f"--kv-memory {size}")
-    else:
-        if config.model.dtype == "float32":
-            advice.append("--dtype bfloat16, where the CPU has bfloat16 instructions")
-        advice.append("a smaller model")
-    advice.append("a machine with more free memory")
-    host = f", the host tier {format_size(plan.tp * plan.host_kv)}" if plan.num_host_blocks else ""
-    return (
-        f"The model does not fit: weights take {format_size(plan.tp * plan.weights)}, activations about "
-        f"{format_size(plan.tp * plan.activations)}, the KV cache {format_size(plan.tp * plan.kv)}{host} and the "
-        f"processes about {format_size(plan.runtime_total)}, together {format_size(plan.total)}, but only "
-        f"{format_size(plan.memory_available)} is available. What helps: {', or '.join(advice)}."
-    )

@@ -1,6 +1,7 @@
 """From what the user asked for to what will run: fills in every setting left open, and says why.
 
-Pure: all that is known of the machine comes in as `Machine`, gathered by `launch.machine`.
+Pure: all that is known of the machine comes in as `Machine`, gathered by `launch.machine`. What depends on the device
+alone is in `config.device_choices`.
 """
 
 from typing import get_args
@@ -8,38 +9,29 @@ from typing import get_args
 import msgspec
 from msgspec import Struct
 
-from config import memory_plan
+from config import device_choices, gpu_memory, memory_plan
 from config.bytesize import format_size, parse_size
-from config.memory_plan import MemoryPlan
+from config.machine import Machine
+from config.memory_plan import GpuBudget, MemoryPlan
 from config.schema import Config, ModelArch, PoolingName
 from config.sources import ConfigError
-
-# Names in /proc/cpuinfo of the instructions with which the CPU backend multiplies bfloat16.
-_BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
 
 # What the server passes to chat templates, with `tokenizer_proc.template_child`.
 _TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
-_KV_SHARE = 0.25  # of available memory, at most, when --kv-memory is not given
+_KV_SHARE = 0.25  # of the memory available to a CPU, at most, when --kv-memory is not given
 _KV_CAP = 4 << 30
-_STEP_TOKENS = 512
+_MAX_SEQS = {"cpu": 64, "cuda": 256}
+_STEP_TOKENS = 512  # on a CPU; on a GPU at least
+_WHY_STEP_TOKENS = {
+    "cpu": "a CPU gains little from longer steps",
+    "cuda": "by the GPU's memory; fewer make streams wait less for prompts, more make prompts faster",
+}
 _USEFUL_TOKENS = 512  # a KV cache for fewer is no server: then the plan is one that does not fit
 
-
-class Machine(Struct, frozen=True, kw_only=True):
-    """What the launcher found; limits of a container are already applied."""
-
-    cores: int  # physical cores this process may use
-    memory_available: int  # bytes
-    cpu_features: frozenset[str] = frozenset()
-    gpus: int = 0
-    native_kernels: bool = False  # whether there are compiled ones
-    kernels_problem: str = ""  # why not
-    core_cpus: tuple[int, ...] = ()  # one CPU of each physical core; empty where threads can't be bound to CPUs
-
-    @property
-    def has_bfloat16(self) -> bool:
-        return bool(self.cpu_features & _BFLOAT16_FEATURES)
+# Tokens of a step on GPUs of at least so many bytes: those with more memory are the faster ones.
+_GPU_STEP_TOKENS = ((60 << 30, 8192), (30 << 30, 4096), (0, 2048))
+_GPU_STEP_SHARE = 0.1  # of what the weights leave, at most, for the buffers of a step
 
 
 class Resolved(Struct, frozen=True, kw_only=True):
@@ -57,10 +49,11 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
     A plan that does not fit into memory is no error here: see `MemoryPlan.fits`.
     """
     reasons: list[str] = []
-    device = _device(config, machine, reasons)
-    dtype = _dtype(config, machine, reasons)
-    native_kernels = _native_kernels(config, machine, reasons)
-    kv_dtype = _kv_dtype(config, dtype, native_kernels, machine, reasons)
+    _check(config)
+    device = device_choices.device(config, machine, reasons)
+    kernels = device_choices.kernels(config, device, machine, reasons)
+    dtype = device_choices.dtype(config, device, kernels, machine, reasons)
+    kv_dtype = device_choices.kv_dtype(config, dtype, kernels, machine, reasons)
     pooling = _pooling(config, arch, reasons)
     tp = config.worker.tp
     if not memory_plan.can_split(arch, tp):
@@ -69,152 +62,142 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
             f"--tp {tp}: the model's {arch.num_heads} heads, {arch.num_kv_heads} KV heads and MLP width "
             f"{arch.intermediate_size} do not divide among {tp} ranks; possible: {', '.join(fitting)}"
         )
-    step_tokens = config.scheduler.max_step_tokens
-    if step_tokens is None:
-        step_tokens = max(_STEP_TOKENS, config.scheduler.max_seqs)
-        reasons.append(f"max_step_tokens {step_tokens}: a CPU gains little from longer steps")
-    if config.scheduler.max_seqs > step_tokens:
-        raise ConfigError(
-            f"--max-seqs {config.scheduler.max_seqs}: must not be more than --max-step-tokens, which is {step_tokens}: "
-            "each running request needs one token of a step"
-        )
-    chunk = config.scheduler.prefill_chunk or step_tokens
-    if chunk > step_tokens:
-        raise ConfigError(f"--prefill-chunk {chunk}: must not be more than --max-step-tokens, which is {step_tokens}")
+    threads = device_choices.threads(config, device, machine, reasons)
+    rank_cpus = device_choices.rank_cpus(config, threads, kernels, machine, reasons)
+    deterministic = device_choices.deterministic(config, device, reasons)
+    asked_len = config.model.max_model_len
+    if asked_len is not None and asked_len > arch.max_position:
+        raise ConfigError(f"--max-model-len {asked_len}: the model was made for at most {arch.max_position} positions")
+    config = msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(config.model, dtype=dtype, kv_dtype=kv_dtype, pooling=pooling),
+        worker=msgspec.structs.replace(
+            config.worker, device=device, kernels=kernels, threads=threads, deterministic=deterministic
+        ),
+    )
+    config = _settle_batches(config, arch, machine, reasons)
+    longest = asked_len or _longest(config, arch, machine)
+    draft = _draft(config, arch, machine, longest)
+    asked_host = _asked_host_memory(config, draft)
+    draft = msgspec.structs.replace(draft, num_host_blocks=(asked_host or 0) // draft.block_bytes)
+    kv_memory = _kv_memory(config, draft, arch, reasons)
+    plan = msgspec.structs.replace(draft, num_blocks=kv_memory // draft.block_bytes)
+    host_memory = _default_host_memory(config, plan, reasons) if asked_host is None else asked_host
+    max_model_len = _max_model_len(config, arch, plan, longest, reasons)
+    # Buffers that grow with the longest sequence are those of the one there will be.
+    plan = msgspec.structs.replace(
+        _draft(config, arch, machine, max_model_len),
+        num_blocks=plan.num_blocks,
+        num_host_blocks=host_memory // plan.block_bytes,
+    )
+    resolved = msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(config.model, max_model_len=max_model_len),
+        worker=msgspec.structs.replace(config.worker, kv_memory=str(kv_memory), host_kv_memory=str(host_memory)),
+    )
+    return Resolved(config=resolved, plan=plan, reasons=tuple(reasons), rank_cpus=rank_cpus)
+
+
+def _check(config: Config) -> None:
+    """What contradicts itself on any machine."""
     if config.scheduler.prefer == "prefill" and config.scheduler.max_itl_ms is not None:
         raise ConfigError("--max-itl-ms: not with --prefer prefill, which lets streams wait while prompts are computed")
     if config.scheduler.stop_on_loop == 1:
         raise ConfigError("--stop-on-loop 1: must be 0 or at least 2: what stands once is not repeated")
     if taken := _TEMPLATE_NAMES.intersection(config.server.chat_template_kwargs):
         raise ConfigError(f"--chat-template-kwargs: the server itself says what {', '.join(sorted(taken))} is")
-    threads = config.worker.threads
-    if threads is None:
-        threads = max(1, machine.cores // tp)
-        reasons.append(f"threads {threads}: {machine.cores} physical cores for {tp} rank{'s' if tp > 1 else ''}")
-    rank_cpus = _rank_cpus(config, threads, native_kernels, machine, reasons)
 
-    asked_len = config.model.max_model_len
-    if asked_len is not None and asked_len > arch.max_position:
-        raise ConfigError(f"--max-model-len {asked_len}: the model was made for at most {arch.max_position} positions")
-    model = msgspec.structs.replace(config.model, dtype=dtype, kv_dtype=kv_dtype, pooling=pooling)
-    weights, weight_note = memory_plan.weight_bytes(arch, model, native_kernels, machine.has_bfloat16, tp)
-    draft = MemoryPlan(
+
+def _settle_batches(config: Config, arch: ModelArch, machine: Machine, reasons: list[str]) -> Config:
+    """With the sizes of steps, and of the graphs that hold some of them."""
+    asked = config.scheduler
+    device = config.worker.device
+    max_seqs = asked.max_seqs
+    if max_seqs is None:
+        max_seqs = min(_MAX_SEQS[device], asked.max_step_tokens or _MAX_SEQS[device])
+        reasons.append(f"max_seqs {max_seqs}: the default for {'a GPU' if device == 'cuda' else 'a CPU'}")
+    step_tokens = asked.max_step_tokens
+    if step_tokens is None:
+        step_tokens = max(_step_tokens(config, arch, machine), max_seqs)
+        reasons.append(f"max_step_tokens {step_tokens}: {_WHY_STEP_TOKENS[device]}")
+    if max_seqs > step_tokens:
+        raise ConfigError(
+            f"--max-seqs {max_seqs}: must not be more than --max-step-tokens, which is {step_tokens}: "
+            "each running request needs one token of a step"
+        )
+    chunk = asked.prefill_chunk or step_tokens
+    if chunk > step_tokens:
+        raise ConfigError(f"--prefill-chunk {chunk}: must not be more than --max-step-tokens, which is {step_tokens}")
+    graph_seqs = device_choices.max_graph_seqs(config, device, max_seqs)
+    return msgspec.structs.replace(
+        config,
+        scheduler=msgspec.structs.replace(asked, max_seqs=max_seqs, max_step_tokens=step_tokens, prefill_chunk=chunk),
+        worker=msgspec.structs.replace(config.worker, cuda_graphs=graph_seqs > 0, max_graph_seqs=graph_seqs),
+    )
+
+
+def _step_tokens(config: Config, arch: ModelArch, machine: Machine) -> int:
+    """Tokens of a step, as the device takes them."""
+    if config.worker.device == "cpu":
+        return _STEP_TOKENS
+    tokens = next(tokens for size, tokens in _GPU_STEP_TOKENS if machine.gpus[0].total_bytes >= size)
+    weights, _ = gpu_memory.gpu_weight_bytes(arch, config.model, config.worker.tp)
+    room = _GPU_STEP_SHARE * (_usable(config, machine) - weights)
+    token = gpu_memory.token_width(arch, config.worker.tp) * memory_plan.DTYPE_BYTES[config.model.dtype]
+    while tokens > _STEP_TOKENS and tokens * token > room:
+        tokens //= 2
+    return tokens
+
+
+def _usable(config: Config, machine: Machine) -> int:
+    """Bytes of its GPU that a rank may use."""
+    gpu = machine.gpus[0]
+    return min(gpu.free_bytes, int(config.worker.gpu_memory_share * gpu.total_bytes))
+
+
+def _draft(config: Config, arch: ModelArch, machine: Machine, length: int) -> MemoryPlan:
+    """The plan without KV, for sequences of `length` tokens; all else of `config` is settled."""
+    scheduler, worker, model, tp = config.scheduler, config.worker, config.model, config.worker.tp
+    assert scheduler.max_step_tokens is not None
+    assert scheduler.max_seqs is not None
+    step, seqs, dtype = scheduler.max_step_tokens, scheduler.max_seqs, model.dtype
+    is_native, buffers = worker.kernels == "native", None
+    if worker.kernels == "triton":
+        weights, note = gpu_memory.gpu_weight_bytes(arch, model, tp)
+        buffers = gpu_memory.gpu_buffers(arch, dtype, step, seqs, length, scheduler.block_size, tp)
+    else:
+        weights, note = memory_plan.weight_bytes(arch, model, is_native, machine.has_bfloat16, tp)
+    is_cuda = worker.device == "cuda"
+    runtime = gpu_memory.GPU_RANK_RUNTIME if is_cuda else memory_plan.RANK_RUNTIME
+    others = 2 + config.server.frontends + config.tokenizer.tokenizers
+    kv_block_size = scheduler.block_size if is_native else 0
+    return MemoryPlan(
         tp=tp,
         weights=weights,
-        activations=memory_plan.activation_bytes(arch, dtype, step_tokens, config.scheduler.max_seqs, tp),
-        runtime_total=tp * memory_plan.RANK_RUNTIME
-        + (2 + config.server.frontends + config.tokenizer.tokenizers) * memory_plan.PROCESS_RUNTIME,
-        kv_bytes_per_token=memory_plan.kv_bytes_per_token(
-            arch, kv_dtype, tp, config.scheduler.block_size if native_kernels else 0
-        ),
-        block_size=config.scheduler.block_size,
+        activations=buffers.total if buffers else memory_plan.activation_bytes(arch, dtype, step, seqs, tp),
+        runtime_total=tp * runtime + others * memory_plan.PROCESS_RUNTIME,
+        kv_bytes_per_token=memory_plan.kv_bytes_per_token(arch, model.kv_dtype, tp, kv_block_size),
+        block_size=scheduler.block_size,
         num_blocks=0,
         memory_available=machine.memory_available,
-        weight_note=weight_note,
+        weight_note=note,
+        gpu=_gpu_budget(config, arch, machine, length) if is_cuda else None,
+        buffers=buffers.named() if buffers else (),
     )
-    asked_host = _asked_host_memory(config, draft)
-    draft = msgspec.structs.replace(draft, num_host_blocks=(asked_host or 0) // draft.block_bytes)
-    kv_memory = _kv_memory(config, draft, asked_len or arch.max_position, machine, reasons)
-    plan = msgspec.structs.replace(draft, num_blocks=kv_memory // draft.block_bytes)
-    host_memory = _default_host_memory(config, plan, reasons) if asked_host is None else asked_host
-    plan = msgspec.structs.replace(plan, num_host_blocks=host_memory // plan.block_bytes)
-    max_model_len = _max_model_len(asked_len, arch, plan, config.worker.kv_memory, reasons)
 
-    resolved = Config(
-        model=msgspec.structs.replace(model, max_model_len=max_model_len),
-        server=config.server,
-        tokenizer=config.tokenizer,
-        scheduler=msgspec.structs.replace(config.scheduler, max_step_tokens=step_tokens, prefill_chunk=chunk),
-        worker=msgspec.structs.replace(
-            config.worker,
-            device=device,
-            threads=threads,
-            kernels="native" if native_kernels else "torch",
-            kv_memory=str(kv_memory),
-            host_kv_memory=str(host_memory),
-            deterministic=True if config.worker.deterministic is None else config.worker.deterministic,
-        ),
-        supervisor=config.supervisor,
+
+def _gpu_budget(config: Config, arch: ModelArch, machine: Machine, length: int) -> GpuBudget:
+    gpu, worker, block_size = machine.gpus[0], config.worker, config.scheduler.block_size
+    graph_seqs = worker.max_graph_seqs or 0
+    return GpuBudget(
+        name=gpu.name,
+        total=gpu.total_bytes,
+        free=gpu.free_bytes,
+        usable=_usable(config, machine),
+        graphs=gpu_memory.graph_bytes(arch, config.model.dtype, graph_seqs, length, block_size, worker.tp),
+        runtime=gpu_memory.CUDA_RUNTIME,
+        elsewhere=machine.plans_elsewhere,
     )
-    return Resolved(config=resolved, plan=plan, reasons=tuple(reasons), rank_cpus=rank_cpus)
-
-
-def _device(config: Config, machine: Machine, reasons: list[str]) -> str:
-    if config.worker.device == "cuda":
-        found = f"this machine has {machine.gpus}" if machine.gpus else "no NVIDIA GPU was found here"
-        raise ConfigError(f"--device cuda: this version runs models on CPUs only ({found}); use --device cpu or auto")
-    if config.worker.device == "auto":
-        why = "this version has no GPU backend yet" if machine.gpus else "no GPU was found"
-        reasons.append(f"device cpu: {why}")
-    return "cpu"
-
-
-def _dtype(config: Config, machine: Machine, reasons: list[str]) -> str:
-    if config.model.dtype != "auto":
-        return config.model.dtype
-    if machine.has_bfloat16:
-        reasons.append("dtype bfloat16: this CPU multiplies it in hardware")
-        return "bfloat16"
-    reasons.append("dtype float32: this CPU has no bfloat16 instructions, without which bfloat16 is slower")
-    return "float32"
-
-
-def _native_kernels(config: Config, machine: Machine, reasons: list[str]) -> bool:
-    """Whether the ranks use compiled kernels."""
-    if config.worker.kernels != "auto":
-        return config.worker.kernels == "native"
-    if machine.native_kernels:
-        reasons.append("kernels native: they are compiled for this CPU")
-    else:
-        reasons.append(f"kernels torch, many times slower: compiled ones can't be had: {machine.kernels_problem}")
-    return machine.native_kernels
-
-
-def _rank_cpus(
-    config: Config, threads: int, native_kernels: bool, machine: Machine, reasons: list[str]
-) -> tuple[tuple[int, ...], ...]:
-    """For --pin-threads, a CPU for each compute thread of each rank; neighbouring cores for each rank."""
-    if not config.worker.pin_threads:
-        return ()
-    if not native_kernels:
-        raise ConfigError(
-            "--pin-threads: only threads of compiled kernels can be bound to cores, not plain torch's"
-            + _why_torch(config, machine)
-        )
-    tp, cpus = config.worker.tp, machine.core_cpus
-    if not cpus:
-        raise ConfigError("--pin-threads: this system does not let a process bind its threads to cores")
-    if tp * threads > len(cpus):
-        raise ConfigError(
-            f"--pin-threads: {tp} rank{'s' if tp > 1 else ''} of --threads {threads} need{'' if tp > 1 else 's'} "
-            f"{tp * threads} physical cores, but this process may use {len(cpus)}"
-        )
-    ranks = tuple(cpus[rank * threads : (rank + 1) * threads] for rank in range(tp))
-    named = "; ".join(f"rank {rank} {','.join(map(str, of_rank))}" for rank, of_rank in enumerate(ranks))
-    reasons.append(f"pin_threads on: CPUs of {named}")
-    return ranks
-
-
-def _why_torch(config: Config, machine: Machine) -> str:
-    """What to say behind the words that there are no compiled kernels."""
-    if config.worker.kernels == "torch":
-        return " (--kernels torch asks for none)"
-    return f", which can't be had: {machine.kernels_problem}"
-
-
-def _kv_dtype(config: Config, dtype: str, native_kernels: bool, machine: Machine, reasons: list[str]) -> str:
-    asked = config.model.kv_dtype
-    if not native_kernels:
-        if asked not in ("auto", dtype):
-            raise ConfigError(
-                f"--kv-dtype {asked}: plain torch operations keep keys and values in the dtype they compute in, "
-                f"{dtype}; another one needs compiled kernels{_why_torch(config, machine)}"
-            )
-        return dtype
-    if asked != "auto":
-        return asked
-    reasons.append("kv_dtype float16: half of what float32 takes, to 3 decimal digits")
-    return "float16"
 
 
 def _pooling(config: Config, arch: ModelArch, reasons: list[str]) -> str:
@@ -232,26 +215,43 @@ def _pooling(config: Config, arch: ModelArch, reasons: list[str]) -> str:
     return pooling
 
 
-def _kv_memory(config: Config, plan: MemoryPlan, length: int, machine: Machine, reasons: list[str]) -> int:
+def _kv_memory(config: Config, plan: MemoryPlan, arch: ModelArch, reasons: list[str]) -> int:
     """Bytes for the KV pool of each rank, at least one block."""
-    if config.worker.kv_memory is not None:
-        return _asked_memory("--kv-memory", config.worker.kv_memory, plan)
-    block = plan.block_bytes
-    blocks_needed = config.scheduler.max_seqs * -(-length // plan.block_size)
+    asked = config.worker.kv_memory
+    if asked is not None:
+        return _asked_memory("--kv-memory", asked, plan)
+    length = config.model.max_model_len or arch.max_position
+    size, why = _gpu_kv_memory(config, plan, length) if plan.gpu else _cpu_kv_memory(config, plan, length)
+    size = max(size, plan.block_bytes)
+    reasons.append(f"kv_memory {format_size(size)}{' a rank' if plan.tp > 1 else ''}: {why}")
+    return size
+
+
+def _gpu_kv_memory(config: Config, plan: MemoryPlan, length: int) -> tuple[int, str]:
+    """All that is left; but not less than what a server needs, so that it is seen how much is missing."""
+    assert plan.gpu is not None
+    left = plan.gpu.usable - plan.gpu_total
+    needed = length if config.model.max_model_len else min(_USEFUL_TOKENS, length)
+    need = plan.bytes_of(needed)
+    if left < need:
+        return need, f"what one sequence of {needed} tokens needs"
+    return left, f"what is left of {format_size(plan.gpu.usable)} that may be used of {plan.gpu.name}"
+
+
+def _cpu_kv_memory(config: Config, plan: MemoryPlan, length: int) -> tuple[int, str]:
+    max_seqs = config.scheduler.max_seqs or 1
     choices = {
-        f"what {config.scheduler.max_seqs} sequences of {length} tokens need": blocks_needed * block,
-        f"a quarter of the {format_size(machine.memory_available)} available": int(
-            machine.memory_available * _KV_SHARE / plan.tp
+        f"what {max_seqs} sequences of {length} tokens need": max_seqs * plan.bytes_of(length),
+        f"a quarter of the {format_size(plan.memory_available)} available": int(
+            plan.memory_available * _KV_SHARE / plan.tp
         ),
         f"the default limit of {format_size(_KV_CAP)}": _KV_CAP // plan.tp,
     }
-    left = (machine.memory_available - plan.total) // plan.tp
+    left = (plan.memory_available - plan.total) // plan.tp
     if left >= min(_USEFUL_TOKENS, length) * plan.kv_bytes_per_token:
         choices["what is left after weights and activations"] = left
     why = min(choices, key=lambda name: choices[name])
-    size = max(choices[why], block)
-    reasons.append(f"kv_memory {format_size(size)}{' a rank' if plan.tp > 1 else ''}: {why}")
-    return size
+    return choices[why], why
 
 
 def _asked_memory(flag: str, text: str, plan: MemoryPlan) -> int:
@@ -296,23 +296,38 @@ def _default_host_memory(config: Config, plan: MemoryPlan, reasons: list[str]) -
     return size
 
 
-def _max_model_len(
-    asked: int | None, arch: ModelArch, plan: MemoryPlan, kv_memory: str | None, reasons: list[str]
-) -> int:
-    wanted = asked or arch.max_position
-    if wanted <= plan.kv_tokens:
-        if asked is None:
-            reasons.append(f"max_model_len {wanted}: what the model declares")
-        return wanted
+def _longest(config: Config, arch: ModelArch, machine: Machine) -> int:
+    """The longest sequence that the model takes, or of which a GPU holds the KV beside the buffers for it."""
+    low, high = min(_USEFUL_TOKENS, arch.max_position), arch.max_position
+    if config.worker.device == "cpu" or config.worker.kv_memory is not None:
+        return high
+    middle = high
+    while low < high:
+        plan = _draft(config, arch, machine, middle)
+        if plan.gpu is not None and plan.gpu_total + plan.bytes_of(middle) <= plan.gpu.usable:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return low
+
+
+def _max_model_len(config: Config, arch: ModelArch, plan: MemoryPlan, longest: int, reasons: list[str]) -> int:
+    asked, kv_memory = config.model.max_model_len, config.worker.kv_memory
     if asked is not None:
-        blocks = -(-asked // plan.block_size)
-        need = blocks * plan.block_size * plan.kv_bytes_per_token
+        if asked <= plan.kv_tokens:
+            return asked
         given = f"--kv-memory {kv_memory}" if kv_memory else "the memory found for it"
         raise ConfigError(
-            f"--max-model-len {asked}: one such sequence takes {format_size(need)} of KV cache, but {given} holds "
-            f"{plan.kv_tokens} tokens; raise --kv-memory or ask for less"
+            f"--max-model-len {asked}: one such sequence takes {format_size(plan.bytes_of(asked))} of KV cache, but "
+            f"{given} holds {plan.kv_tokens} tokens; raise --kv-memory or ask for less"
         )
-    reasons.append(
-        f"max_model_len {plan.kv_tokens}: the KV cache holds no more (the model declares {wanted}; raise --kv-memory)"
-    )
-    return plan.kv_tokens
+    length = min(longest, plan.kv_tokens)
+    if length == arch.max_position:
+        reasons.append(f"max_model_len {length}: what the model declares")
+    else:
+        hint = "" if plan.gpu and kv_memory is None else "; raise --kv-memory"
+        reasons.append(
+            f"max_model_len {length}: the KV cache holds no more (the model declares {arch.max_position}{hint})"
+        )
+    return length

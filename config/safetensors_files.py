@@ -45,6 +45,11 @@ def safetensors_files(path: Path) -> list[Path]:
     return files
 
 
+def has_safetensors(path: Path) -> bool:
+    """Whether any of the checkpoint's files is in the directory."""
+    return any(path.glob("*.safetensors"))
+
+
 def safetensors_headers(path: Path) -> dict[str, TensorHeader]:
     """Of every tensor in the directory, by name; ValueError names the file that is no sound safetensors file."""
     tensors: dict[str, TensorHeader] = {}

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-KvDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+KvDType = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
 PolicyName = Literal["fcfs", "priority", "longest-prefix", "fair", "deadline"]
 Preference = Literal["mixed", "prefill", "decode"]
 Shortage = Literal["wait", "recompute", "swap"]
@@ -39,7 +39,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         KvDType,
         Meta(
             description="number type of the KV cache (auto: float16 with compiled CPU kernels, else that of --dtype): "
-            "half the memory of float32, and half the reading in long contexts; int8 half of that again, and less exact"
+            "half the memory of float32, and half the reading in long contexts; int8 half of that again, and less "
+            "exact; fp8 (e4m3) likewise, with GPU kernels"
         ),
     ] = "auto"
     quantization: Annotated[
@@ -143,7 +144,12 @@ class TokenizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Batching, the KV block pool and the prefix cache."""
 
-    max_seqs: Annotated[int, Meta(description="requests that run at once", ge=1, le=4096)] = 64
+    max_seqs: (
+        Annotated[
+            int, Meta(description="requests that run at once (default: 64 on a CPU, 256 on a GPU)", ge=1, le=4096)
+        ]
+        | None
+    ) = None
     max_step_tokens: (
         Annotated[int, Meta(description="most tokens in one step, prefill and decode together", ge=16, le=1 << 20)]
         | None
@@ -250,7 +256,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The ranks: device, parallelism, memory."""
 
-    device: Annotated[Device, Meta(description="where the model runs")] = "auto"
+    device: Annotated[
+        Device, Meta(description="where the model runs (auto: on a GPU, where there is one that can be used)")
+    ] = "auto"
     tp: Annotated[int, Meta(description="tensor-parallel ranks, one process each", ge=1, le=64)] = 1
     kv_memory: Annotated[
         str | None, Meta(description="memory for the KV cache of each rank, such as 512MiB or 4GiB (default: measured)")
@@ -262,19 +270,44 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             "with --kv-shortage swap as much as the KV cache)"
         ),
     ] = None
-    threads: Annotated[int, Meta(description="compute threads of each rank on a CPU", ge=1, le=1024)] | None = None
+    gpu_memory_share: Annotated[
+        float, Meta(description="share of each GPU's memory that the engine may use", ge=0.05, le=1)
+    ] = 0.9
+    cuda_graphs: Annotated[
+        bool | None, Meta(description="replay decode steps as CUDA graphs, captured at start (default: on for cuda)")
+    ] = None
+    max_graph_seqs: (
+        Annotated[
+            int,
+            Meta(
+                description="largest decode batch that is captured as a CUDA graph; 0: none (default: --max-seqs, at "
+                "most 256)",
+                ge=0,
+                le=4096,
+            ),
+        ]
+        | None
+    ) = None
+    threads: (
+        Annotated[
+            int,
+            Meta(description="CPU threads of each rank: they compute on a CPU, with a GPU they load", ge=1, le=1024),
+        ]
+        | None
+    ) = None
     pin_threads: Annotated[
         bool, Meta(description="bind each compute thread to a physical core of its own, so that ranks share none")
     ] = False
     kernels: Annotated[
-        Literal["auto", "native", "torch"],
+        Literal["auto", "native", "torch", "triton"],
         Meta(
-            description="CPU kernels: compiled C++ (native), or plain torch operations (torch); auto: native where "
-            "they can be compiled"
+            description="on a CPU compiled C++ (native) or plain torch operations (torch), auto: native where they can "
+            "be compiled; on a GPU always triton, which on a CPU is interpreted, to debug it: very slow"
         ),
     ] = "auto"
     deterministic: Annotated[
-        bool | None, Meta(description="same request, same tokens, whatever else runs (default: on for CPU)")
+        bool | None,
+        Meta(description="same request, same tokens, whatever else runs (default: on for CPU, off for cuda)"),
     ] = None
 
 
@@ -331,11 +364,13 @@ class RopeConfig(Struct, frozen=True, kw_only=True):
 
 
 class WeightFormats(Struct, frozen=True, kw_only=True):
-    """How a checkpoint keeps its matrices; int4 and int8 are codes with a scale for each 32 inputs of a row."""
+    """How a checkpoint keeps its matrices; int4 and int8 are codes with a scale for each group of inputs of a row."""
 
     layers: dict[WeightFormat, int] = {}  # elements of the layers' matrices by format; empty: all are bfloat16
     embedding: WeightFormat = "bfloat16"
     head: WeightFormat = "bfloat16"  # when tied, that of the embedding
+    group: int = 32  # inputs with one scale in the file; backends may make smaller groups of them
+    has_minimums: bool = True  # whether int4 groups have a minimum, or a zero point, of their own
 
 
 class ModelArch(Struct, frozen=True, kw_only=True):
@@ -406,3 +441,4 @@ class ChildSpec(Struct, frozen=True, kw_only=True):
     rendezvous_port: int = 0  # ranks: torch.distributed on loopback when tp > 1
     generation: GenerationDefaults = GenerationDefaults()
     after_crash: bool = False  # ranks: one of those that these replace has crashed by itself, without a word
+    gpu_bytes: int = 0  # ranks: of their GPU's memory that they may use; 0: they have none

@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 import msgspec
 from msgspec import Meta, Struct
 
+from config.gpu_cards import cards, planned_gpu
+from config.machine import Gpu
 from config.schema import Config
 
 ENVIRONMENT_PREFIX = "TOKENMILL_"
@@ -36,6 +38,9 @@ examples:
 
   see what fits into this machine's memory, without loading anything
     python -m launch --model ./Llama-3.2-1B --max-model-len 8192 --plan
+
+  see what fits on a GPU that is not here
+    python -m launch --model ./Llama-3.1-8B --max-model-len 32768 --max-seqs 64 --plan --plan-gpu 24GiB
 """
 
 _OUTRO = """\
@@ -92,6 +97,7 @@ class Settings(Struct, frozen=True, kw_only=True):
 
     config: Config
     plan: bool = False  # only print the memory plan
+    plan_gpu: Gpu | None = None  # for this GPU, which need not be here
     warnings: tuple[str, ...] = ()
 
 
@@ -162,6 +168,12 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tokenmill {version}")
     parser.add_argument("--config", metavar="FILE", help=f"TOML file with settings [{ENVIRONMENT_PREFIX}CONFIG]")
     parser.add_argument("--plan", action="store_true", help="print what the model will take in memory, then stop")
+    parser.add_argument(
+        "--plan-gpu",
+        metavar="GPU",
+        help="with --plan: plan for this GPU, which need not be here: its memory, such as 24GiB, or one of "
+        + ", ".join(card.name for card in cards()),
+    )
     groups = {
         section: parser.add_argument_group(section, inspect.getdoc(owner)) for section, owner in sections().items()
     }
@@ -263,7 +275,7 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str], version: str)
     namespace, extra = build_parser(version).parse_known_args(argv)
     flags = vars(namespace)
     if extra:
-        known = [option.flag for option in options()] + ["--config", "--plan", "--version", "--help"]
+        known = [option.flag for option in options()] + ["--config", "--plan", "--plan-gpu", "--version", "--help"]
         name = extra[0].split("=", 1)[0]
         raise ConfigError(f"unknown argument {name}{_nearest(name, known)}")
     values: dict[Option, Any] = {}
@@ -282,4 +294,22 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str], version: str)
     config = Config(**owners)
     if not config.model.model:
         raise ConfigError("--model is missing: give a directory with safetensors, a .gguf file, or a hub id")
-    return Settings(config=config, plan="plan" in flags, warnings=_unknown_variables(environ))
+    return Settings(
+        config=config,
+        plan="plan" in flags,
+        plan_gpu=_plan_gpu(flags, config),
+        warnings=_unknown_variables(environ),
+    )
+
+
+def _plan_gpu(flags: Mapping[str, Any], config: Config) -> Gpu | None:
+    if "plan_gpu" not in flags:
+        return None
+    if "plan" not in flags:
+        raise ConfigError("--plan-gpu: only with --plan, for which the GPU need not be here")
+    if config.worker.device == "cpu":
+        raise ConfigError("--plan-gpu: not with --device cpu")
+    try:
+        return planned_gpu(flags["plan_gpu"])
+    except ValueError as error:
+        raise ConfigError(f"--plan-gpu: {error}") from None

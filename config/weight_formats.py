@@ -2,6 +2,9 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
+
+from msgspec import structs
 
 from config.gguf_file import TensorInfo
 from config.quantization import Quantization
@@ -17,6 +20,7 @@ _GGUF: dict[str, WeightFormat] = {
     "Q4_1": "int4",
     "Q8_0": "int8",
 }
+_ALL_INPUTS = 1 << 30  # as the size of a group: more than any matrix has
 _PACKED_PARTS = (".qzeros", ".scales", ".g_idx")  # beside .qweight
 
 
@@ -27,7 +31,9 @@ def gguf_formats(tensors: Mapping[str, TensorInfo]) -> WeightFormats:
         for name, info in tensors.items()
         if len(info.shape) == 2
     }
-    return _formats(matrices, "blk.", "token_embd", "output")
+    types = {info.type for info in tensors.values()}
+    has_minimums = "Q4_1" in types or "Q4_0" not in types
+    return structs.replace(_formats(matrices, "blk.", "token_embd", "output"), has_minimums=has_minimums)
 
 
 def safetensors_formats(
@@ -48,7 +54,23 @@ def safetensors_formats(
         num_parameters += elements
         if len(header.shape) == 2:
             matrices[module] = (weight_format, elements)
-    return _formats(matrices, "model.layers.", "model.embed_tokens", "lm_head"), num_parameters
+    formats = _formats(matrices, "model.layers.", "model.embed_tokens", "lm_head")
+    return _with_groups(formats, quantization), num_parameters
+
+
+def declared_formats(config: dict[str, Any], quantization: Quantization | None) -> WeightFormats:
+    """As config.json says, where there are no files to look into."""
+    name = config.get("dtype") or config.get("torch_dtype")  # of transformers 5, and before
+    floats: WeightFormat = name if name in ("float32", "float16") else "bfloat16"
+    layers = floats if quantization is None else _packed_format(quantization)
+    return _with_groups(WeightFormats(layers={layers: 1}, embedding=floats, head=floats), quantization)
+
+
+def _with_groups(formats: WeightFormats, quantization: Quantization | None) -> WeightFormats:
+    if quantization is None:
+        return formats
+    group = quantization.group_size or _ALL_INPUTS
+    return structs.replace(formats, group=group, has_minimums=not quantization.symmetric)
 
 
 def _packed_format(quantization: Quantization) -> WeightFormat:

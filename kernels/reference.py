@@ -28,15 +28,22 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return y if bias is None else y + bias
 
 
-def gated_activation(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
-    """[T, 2 I] -> [T, I]: act(first half) * second half; kind "silu" or "gelu" (tanh form, Hendrycks & Gimpel 2016)."""
-    gate, up = gate_up.chunk(2, dim=-1)
+def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """act(x); kind "silu" (Elfwing et al. 2018), "gelu" (Hendrycks & Gimpel 2016, tanh form) or "none"."""
     if kind == "silu":
-        return gate / (1 + torch.exp(-gate)) * up
+        return x / (1 + torch.exp(-x))
     if kind == "gelu":
-        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-        return 0.5 * gate * (1 + torch.tanh(inner)) * up
-    raise ValueError(f"activation {kind!r} is not one of silu, gelu")
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+        return 0.5 * x * (1 + torch.tanh(inner))
+    if kind == "none":
+        return x
+    raise ValueError(f"activation {kind!r} is not one of silu, gelu, none")
+
+
+def gated_activation(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
+    """[T, 2 I] -> [T, I]: act(first half) * second half; see `activation`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activation(gate, kind) * up
 
 
 def rope_frequencies(
@@ -135,3 +142,29 @@ def paged_attention(
         scores = scores.masked_fill(hidden, -math.inf)
         outputs[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
     return outputs
+
+
+def sampling_weights(
+    logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> torch.Tensor:
+    """exp((logits - max) / temperature) of one row [V], zero outside top-k, then top-p, then min-p.
+
+    top-p (Holtzman et al. 2020) keeps the fewest best tokens that have this share of what top-k kept; min-p (Nguyen et
+    al. 2024) those with this share of the largest weight. Equals at the edge of a filter are all kept.
+    """
+    weights = torch.exp((logits - logits.max()) / temperature)
+    if 0 < top_k < len(logits):
+        weights = weights.where(logits >= logits.topk(top_k).values[-1], 0.0)
+    smallest = weights.max() * min_p
+    if top_p < 1:
+        best = weights.sort(descending=True).values
+        mass = best.cumsum(0)
+        count = int((mass < top_p * mass[-1]).sum())
+        smallest = torch.maximum(smallest, best[min(count, len(best) - 1)])
+    return weights.where(weights >= smallest, 0.0)
+
+
+def draw(weights: torch.Tensor, uniform: float) -> int:
+    """The first id of the weights [V] at which their running sum exceeds `uniform` times their total."""
+    running = weights.cumsum(0)
+    return int(torch.searchsorted(running, uniform * running[-1], right=True))

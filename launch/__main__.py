@@ -9,7 +9,8 @@ import msgspec
 from config.arch import read_arch
 from config.event_log_file import check_event_log
 from config.generation import describe, read_generation
-from config.memory_plan import full_report, short_report, shortage
+from config.plan_advice import shortage
+from config.plan_report import full_report, short_report
 from config.resolve import resolve
 from config.schema import GenerationDefaults
 from config.sources import ConfigError, read_settings
@@ -17,6 +18,7 @@ from ipc.control import StartError
 from launch import __version__
 from launch.edge import check_edge
 from launch.fleet import Engine
+from launch.gpu_probe import find_gpus
 from launch.kernels import find_kernels
 from launch.listen import open_listener
 from launch.machine import look_around
@@ -40,18 +42,24 @@ def main() -> int:
         # The port first: it may be taken, and finding the model can mean a long download.
         listens = asked.server.frontends > 0 and not settings.plan
         listener = open_listener(asked.server.host, asked.server.port) if listens else None
-        source = locate(asked.model.model, asked.model.revision)
+        source = locate(asked.model.model, asked.model.revision, needs_weights=not settings.plan)
         try:
-            arch = read_arch(source.path)
+            arch = read_arch(source.path, needs_weights=not settings.plan)
             generation, unused = GenerationDefaults(), list[str]()
             if asked.model.generation_config == "auto":
                 generation, unused = read_generation(source.path)
         except (ValueError, OSError) as error:
             raise StartError(f"--model {asked.model.model}: {error}") from None
         machine = look_around()
+        if settings.plan_gpu is None:
+            machine = find_gpus(asked, machine, display.say)
+        else:
+            machine = msgspec.structs.replace(machine, gpus=(settings.plan_gpu,), plans_elsewhere=True)
         # Before the kernels are compiled, what cannot be whether there are any or not.
-        resolve(asked, arch, msgspec.structs.replace(machine, native_kernels=True))
-        resolved = resolve(asked, arch, find_kernels(asked, machine, display.say))
+        resolved = resolve(asked, arch, msgspec.structs.replace(machine, native_kernels=True))
+        if resolved.config.worker.kernels == "native":
+            machine = find_kernels(asked, machine, display.say)
+            resolved = resolve(asked, arch, machine)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -66,7 +74,7 @@ def main() -> int:
         print(full_report(plan, config, arch))
         print("\nchosen for this machine", *resolved.reasons, sep="\n  ")
     if not plan.fits:
-        print(f"error: {shortage(plan, config)}", file=sys.stderr)
+        print(f"error: {shortage(asked, arch, machine, resolved)}", file=sys.stderr)
         return 1
     if settings.plan:
         return 0
@@ -86,6 +94,7 @@ def main() -> int:
         num_host_blocks=plan.num_host_blocks,
         rank_cpus=resolved.rank_cpus,
         generation=generation,
+        gpu_bytes=0 if plan.gpu is None else plan.gpu.usable,
     )
     with listener or contextlib.nullcontext():
         try:

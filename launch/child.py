@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from config.schema import ChildSpec
+from launch.rank_environment import rank_environment
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -35,10 +36,9 @@ def _die_with_parent() -> None:
 
 
 def _set_environment(spec: ChildSpec) -> None:
-    """Settings that libraries read once, when they are loaded."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if spec.role == "worker" and spec.config.worker.threads:
-        os.environ["OMP_NUM_THREADS"] = str(spec.config.worker.threads)
+    if spec.role == "worker":
+        os.environ.update(rank_environment(spec, os.environ))
 
 
 def _start_logging(spec: ChildSpec) -> None:

@@ -41,6 +41,7 @@ class Engine(Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0
     rank_cpus: tuple[tuple[int, ...], ...] = ()  # of each rank's compute threads; empty: they are bound to none
     generation: GenerationDefaults = GenerationDefaults()
+    gpu_bytes: int = 0  # of its GPU's memory that each rank may use; 0: ranks have none
 
 
 class Fleet:
@@ -132,4 +133,5 @@ class Fleet:
             rendezvous_port=rendezvous_port if role == "worker" else 0,
             generation=self._engine.generation,
             after_crash=after_crash and role == "worker",
+            gpu_bytes=self._engine.gpu_bytes if role == "worker" else 0,
         )

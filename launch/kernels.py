@@ -8,15 +8,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
-from config.resolve import Machine
+from config.machine import Machine
 from config.schema import Config
 from config.sources import ConfigError
 from ipc.control import StartError
+from launch.helpers import interruptible
 from launch.process import child_environment
 
 _COMMAND = [sys.executable, "-m", "kernels.cpu.build"]
@@ -26,13 +27,12 @@ _INDENT = "\n    "
 
 
 def find_kernels(config: Config, machine: Machine, say: Callable[[str], None]) -> Machine:
-    """`machine` with all that `config` lets depend on compiled kernels; `say` is told what takes long.
+    """`machine` with all that depends on compiled kernels, for a `config` that leaves them open or wants them.
 
+    `say` is told what takes long.
     ConfigError for variables that cannot be used, StartError where kernels were demanded that can't be had,
     KeyboardInterrupt on SIGTERM, too.
     """
-    if config.worker.kernels == "torch":
-        return machine
     problem = _problem(say)
     if problem and config.worker.kernels == "native":
         raise StartError(f"--kernels native: compiled kernels can't be had: {problem}")
@@ -45,7 +45,7 @@ def _problem(say: Callable[[str], None]) -> str:
     pipe = subprocess.PIPE
     # In a session of its own, so that it can be ended together with its compilers.
     with (
-        _interruptible(),
+        interruptible(),
         subprocess.Popen(
             _COMMAND, env=child_environment(), stdout=pipe, stderr=pipe, text=True, start_new_session=True
         ) as process,
@@ -74,18 +74,3 @@ def _problem(say: Callable[[str], None]) -> str:
     except OSError as error:
         return f"they can't be loaded: {error}. Delete {library}, to have them compiled again"
     return ""
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM interrupts as Ctrl-C does: nothing has been started yet that would have to be drained."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

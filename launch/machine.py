@@ -10,8 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from config.resolve import Machine
-from launch.gpus import count_gpus
+from config.machine import Machine
 
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number just below 2**63
 
@@ -29,7 +28,6 @@ def look_around(root: Path = Path("/")) -> Machine:
         cores=max(1, math.floor(cores)),
         memory_available=available,
         cpu_features=_cpu_features(root),
-        gpus=count_gpus(root),
         core_cpus=cpus if hasattr(os, "sched_setaffinity") else (),
     )
 

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from ipc.control import StartError
 
+DESCRIPTIONS = ("*.json",)  # all that a memory plan takes
 WANTED_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -22,11 +23,14 @@ class ModelSource(Struct, frozen=True):
     name: str
 
 
-def locate(model: str, revision: str | None) -> ModelSource:
-    """Find, or fetch, what `--model` means; StartError with what to do when there is no such thing."""
+def locate(model: str, revision: str | None, needs_weights: bool = True) -> ModelSource:
+    """Find, or fetch, what `--model` means; StartError with what to do when there is no such thing.
+
+    Without `needs_weights` a directory may have a config.json alone, and of a hub id no more is fetched.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
-        _check_directory(path)
+        _check_directory(path, needs_weights)
         return ModelSource(path.resolve(), path.resolve().name)
     if path.is_file():
         if path.suffix != ".gguf":
@@ -39,21 +43,21 @@ def locate(model: str, revision: str | None) -> ModelSource:
             f"--model {model}: no such file or directory, and not a hub id, which looks like owner/name. "
             f"Looked for {path.absolute()}."
         )
-    return ModelSource(_fetch(model, revision), model)
+    return ModelSource(_fetch(model, revision, needs_weights), model)
 
 
-def _check_directory(path: Path) -> None:
+def _check_directory(path: Path, needs_weights: bool) -> None:
     if not (path / "config.json").is_file():
         files = sorted(found.name for found in path.glob("*.gguf"))
         hint = f" It contains {files[0]}: give that file." if files else ""
         raise StartError(f"--model {path}: this directory has no config.json.{hint}")
-    if not any(path.glob("*.safetensors")):
+    if needs_weights and not any(path.glob("*.safetensors")):
         pickled = any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth"))
         hint = " Pickled weights (.bin, .pt) are never loaded: convert them to safetensors." if pickled else ""
         raise StartError(f"--model {path}: this directory has no .safetensors file.{hint}")
 
 
-def _fetch(model: str, revision: str | None) -> Path:
+def _fetch(model: str, revision: str | None, needs_weights: bool) -> Path:
     try:
         import huggingface_hub
     except ImportError:
@@ -62,7 +66,8 @@ def _fetch(model: str, revision: str | None) -> Path:
             "client first: pip install huggingface_hub"
         ) from None
     try:
-        found = huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=list(WANTED_FILES))
+        wanted = WANTED_FILES if needs_weights else DESCRIPTIONS
+        found = huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=list(wanted))
     except Exception as error:
         # The hub client's exceptions are many, of several libraries, and differ between its releases.
         which = f" at revision {revision}" if revision else ""
@@ -72,5 +77,5 @@ def _fetch(model: str, revision: str | None) -> Path:
             f"{reason[0].rstrip('.')}. Check the id and the network, or download it elsewhere and give its directory."
         ) from None
     path = Path(found)
-    _check_directory(path)
+    _check_directory(path, needs_weights)
     return path

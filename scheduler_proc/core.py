@@ -90,6 +90,7 @@ class SchedulerCore:
         hang_timeout: float = math.inf,
     ) -> None:
         """`hang_timeout`: see `Watchdog`."""
+        assert config.max_seqs is not None
         assert config.max_step_tokens is not None
         self._vocab_size = vocab_size
         self.kv = KVManager(config, num_blocks, num_host_blocks)

@@ -71,9 +71,11 @@ class Planner:
     """The waiting and the running requests. Holds no step in flight and sends nothing."""
 
     def __init__(self, config: SchedulerConfig, kv: KVManager, cost: CostModel, gate: BatchGate) -> None:
+        assert config.max_seqs is not None
         assert config.max_step_tokens is not None
         assert config.prefill_chunk is not None
         self._config = config
+        self._max_seqs = config.max_seqs
         self._max_step_tokens = config.max_step_tokens
         self._prefill_chunk = config.prefill_chunk
         self._max_itl = None if config.max_itl_ms is None else config.max_itl_ms / 1e3
@@ -91,7 +93,7 @@ class Planner:
         self._new_rows()
 
     def _new_rows(self) -> None:
-        self._free_rows = list(range(self._config.max_seqs - 1, -1, -1))
+        self._free_rows = list(range(self._max_seqs - 1, -1, -1))
 
     @property
     def num_running(self) -> int:
@@ -345,7 +347,7 @@ class Planner:
     def _row_limit(self) -> int:
         """Running requests, as long as those that decode, that all get a token within the ITL limit; at least one."""
         if self._max_itl is None or not self._cost.ready:
-            return self._config.max_seqs
+            return self._max_seqs
         return max(1, self._cost.max_decode_rows(self._max_itl, self.decode_context / max(1, len(self.decoding))))
 
     def _next(self, longs: list[Request], now: float) -> Request | None:

@@ -29,7 +29,7 @@ class Engine(Struct, frozen=True):
     quantization: str
     kernels: str
     policy: str
-    max_seqs: int
+    max_seqs: int | None
     max_step_tokens: int | None
     block_size: int  # tokens
     kv_bytes: int  # of each rank

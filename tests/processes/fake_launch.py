@@ -6,7 +6,8 @@ FAKE_UNDEAD names a process that no signal reaches, as one that waits in the ker
 import os
 import sys
 
-from config.resolve import Machine, resolve
+from config.machine import Machine
+from config.resolve import resolve
 from config.schema import ModelArch
 from config.sources import read_settings
 from launch.fleet import ROLE_MODULES, Engine

@@ -16,7 +16,9 @@ from tools.arguments import count, not_negative, positive, tool_parser, whole
 from tools.simulate.costs import DEFAULT_COST
 from tools.simulate.page import MAX_RUNS
 
-_STEP_TOKENS = 512  # as the server chooses on a CPU
+# As the server chooses on a CPU.
+_MAX_SEQS = 64
+_STEP_TOKENS = 512
 
 _SCHEDULER_OPTIONS = tuple(option for option in options() if option.section == "scheduler")
 
@@ -200,13 +202,14 @@ def _check_host_tier(config: SchedulerConfig, host_blocks: int) -> None:
 
 def resolved(config: SchedulerConfig) -> SchedulerConfig:
     """What the server would fill in (`config.resolve`); UsageError for settings that contradict each other."""
-    step_tokens = config.max_step_tokens or max(_STEP_TOKENS, config.max_seqs)
+    max_seqs = config.max_seqs or min(_MAX_SEQS, config.max_step_tokens or _MAX_SEQS)
+    step_tokens = config.max_step_tokens or max(_STEP_TOKENS, max_seqs)
     chunk = config.prefill_chunk or step_tokens
-    if config.max_seqs > step_tokens:
-        raise UsageError(f"--max-seqs {config.max_seqs}: must not be more than --max-step-tokens, {step_tokens}")
+    if max_seqs > step_tokens:
+        raise UsageError(f"--max-seqs {max_seqs}: must not be more than --max-step-tokens, {step_tokens}")
     if chunk > step_tokens:
         raise UsageError(f"--prefill-chunk {chunk}: must not be more than --max-step-tokens, {step_tokens}")
-    return msgspec.structs.replace(config, max_step_tokens=step_tokens, prefill_chunk=chunk)
+    return msgspec.structs.replace(config, max_seqs=max_seqs, max_step_tokens=step_tokens, prefill_chunk=chunk)
 
 
 def _scheduler_flags(arguments: argparse.Namespace) -> list[str]:

@@ -8,18 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.arch import read_arch
+from config.machine import Machine
 from config.memory_plan import (
     activation_bytes,
     can_split,
-    full_report,
     kv_bytes_per_token,
     parameter_count,
-    short_report,
-    shortage,
     smallest_tp,
     weight_bytes,
 )
-from config.resolve import Machine, Resolved, resolve
+from config.plan_advice import shortage
+from config.plan_report import full_report, short_report
+from config.resolve import Resolved, resolve
 from config.schema import Config, ModelArch, ModelConfig, WeightFormat, WeightFormats
 from config.sources import read_settings
 from kernels.cpu.build import BuildError
@@ -250,9 +250,10 @@ def test_a_host_tier_has_its_line_and_counts() -> None:
     none = plan_of(SMOLLM2_135M, 8 * GIB)
     assert "host" not in full_report(none.plan, none.config, SMOLLM2_135M) + short_report(none.plan)
 
-    tight = resolve(config, SMOLLM2_135M, msgspec.structs.replace(machine, memory_available=3 * GIB))
+    small = msgspec.structs.replace(machine, memory_available=3 * GIB)
+    tight = resolve(config, SMOLLM2_135M, small)
     assert not tight.plan.fits
-    text = shortage(tight.plan, tight.config)
+    text = shortage(config, SMOLLM2_135M, small, tight)
     assert "the host tier 2.00 GiB" in text
     # 3 GiB less what the plan of the same settings takes without the two tiers.
     room = 3 * GIB - (tight.plan.total - tight.plan.kv - 2 * GIB // (16 * 23_040) * 16 * 23_040)
@@ -262,7 +263,7 @@ def test_a_host_tier_has_its_line_and_counts() -> None:
 def test_a_model_too_large_says_what_helps() -> None:
     resolved = plan_of(LLAMA_3_1_8B, 8 * GIB)
     assert not resolved.plan.fits
-    text = shortage(resolved.plan, resolved.config)
+    text = shortage(resolved.config, LLAMA_3_1_8B, Machine(cores=8, memory_available=8 * GIB), resolved)
     # 8,030,261,248 parameters of 2 bytes, of which the 128,256 x 4,096 of the head have 4.
     assert "15.9 GiB" in text
     assert "8.00 GiB is available" in text

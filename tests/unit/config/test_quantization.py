@@ -119,7 +119,8 @@ def test_packed_linears_count_as_the_format_they_will_be_read_in(
     oracle = save_tiny(tmp_path, **SIZES)
     pack_model(tmp_path, GPTQ | changes)
     arch = read_arch(tmp_path)
-    assert arch.formats == WeightFormats(layers=layers, embedding="float32", head="float32")
+    minimums = not changes.get("sym", True)
+    assert arch.formats == WeightFormats(layers=layers, embedding="float32", head="float32", has_minimums=minimums)
     biases = 2 * (64 + 2 * 32 + 64 + 2 * 96 + 64)  # AutoGPTQ's, of zeros
     assert arch.num_parameters == oracle.num_parameters() + biases
     assert arch.weight_bytes < 4 * oracle.num_parameters()
@@ -145,7 +146,41 @@ def test_plain_safetensors_have_the_format_of_their_numbers(dtype: str, tmp_path
 def test_gguf_matrices(kind: str, expected: str, tmp_path: Path) -> None:
     save_gguf(save_tiny(tmp_path, **SIZES, tie_word_embeddings=True), tmp_path / "x.gguf", kind)
     arch = read_arch(tmp_path / "x.gguf")
-    assert arch.formats == WeightFormats(layers={expected: LAYERS}, embedding=expected, head=expected)
+    minimums = kind != "Q4_0"
+    assert arch.formats == WeightFormats(
+        layers={expected: LAYERS}, embedding=expected, head=expected, has_minimums=minimums
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "group", "has_minimums"),
+    [
+        (None, 32, True),
+        (GPTQ, 32, False),
+        (GPTQ | {"group_size": 128, "sym": False}, 128, True),
+        (GPTQ | {"group_size": -1}, 1 << 30, False),
+        (AWQ, 128, True),
+    ],
+)
+def test_without_files_the_config_says_in_which_formats_they_would_be(
+    config: dict[str, Any] | None, group: int, has_minimums: bool, tmp_path: Path
+) -> None:
+    oracle = save_tiny(tmp_path, **SIZES)
+    edit(tmp_path, quantization_config=config, dtype="float16")
+    (tmp_path / "model.safetensors").unlink()
+    arch = read_arch(tmp_path, needs_weights=False)
+    layers = "float16" if config is None else "int4"
+    assert arch.formats == WeightFormats(
+        layers={layers: 1}, embedding="float16", head="float16", group=group, has_minimums=has_minimums
+    )
+    assert (arch.num_parameters, arch.weight_bytes) == (oracle.num_parameters(), 0)
+    with pytest.raises(ValueError, match=r"there are no \.safetensors files"):
+        read_arch(tmp_path)
+
+
+def test_files_that_are_there_are_looked_into_also_where_they_need_not_be(tmp_path: Path) -> None:
+    save_tiny(tmp_path, **SIZES)
+    assert read_arch(tmp_path, needs_weights=False) == read_arch(tmp_path)
 
 
 def test_gguf_files_mix_formats(tmp_path: Path) -> None:

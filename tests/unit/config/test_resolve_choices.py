@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from config.machine import Machine
 from config.memory_plan import can_split
-from config.resolve import Machine, Resolved, resolve
+from config.resolve import Resolved, resolve
 from config.schema import Config, WeightFormats
 from config.sources import ConfigError, read_settings
 from tests.unit.config.test_plan_memory import LLAMA_3_1_8B, LLAMA_3_2_1B, SMOLLM2_135M
@@ -127,14 +128,6 @@ def test_threads_that_cannot_be_bound_are_refused(argv: str, cpus: tuple[int, ..
     machine = msgspec.structs.replace(BF16_MACHINE, native_kernels=True, core_cpus=cpus)
     with pytest.raises(ConfigError, match=f"^--pin-threads: {problem}"):
         settle("--pin-threads", *argv.split(), arch=LLAMA_3_2_1B, machine=machine)
-
-
-def test_cuda_is_refused_honestly_and_a_gpu_is_not_used_silently() -> None:
-    with pytest.raises(ConfigError, match=r"--device cuda: this version runs models on CPUs only \(no NVIDIA GPU"):
-        settle("--device", "cuda")
-    resolved = settle(machine=msgspec.structs.replace(BF16_MACHINE, gpus=1))
-    assert resolved.config.worker.device == "cpu"
-    assert "no GPU backend" in reason(resolved, "device")
 
 
 def test_the_longest_sequence_is_what_the_model_declares_unless_memory_is_short() -> None:

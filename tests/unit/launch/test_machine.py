@@ -31,7 +31,6 @@ def test_without_any_limit_it_is_what_the_system_has(tmp_path: Path, monkeypatch
     assert machine.memory_available == 123 * MIB
     assert machine.cores == len(os.sched_getaffinity(0))
     assert machine.cpu_features == frozenset()
-    assert machine.gpus == 0
 
 
 def test_limits_of_a_version_2_group_and_of_those_above_it(tmp_path: Path) -> None:

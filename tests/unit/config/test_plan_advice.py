@@ -1,0 +1,149 @@
+"""What is advised about a plan that does not fit: whoever does it has one that fits."""
+
+import re
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config.gpu_cards import planned_gpu
+from config.machine import Machine
+from config.plan_advice import Way, shortage, ways_out
+from config.resolve import resolve
+from config.schema import Config, ModelArch, WeightFormats
+from config.sources import ConfigError, read_settings
+from tests.unit.config.test_plan_memory import LLAMA_3_1_8B, LLAMA_3_2_1B, QWEN_2_5_1_5B, SMOLLM2_135M
+
+GIB = 1 << 30
+
+
+def machine_with(gpu: str, free: float = 1.0, memory: int = 64 * GIB) -> Machine:
+    card = planned_gpu(gpu)
+    card = msgspec.structs.replace(card, free_bytes=int(free * card.total_bytes))
+    return Machine(cores=8, memory_available=memory, gpus=(card,))
+
+
+def read(*argv: str) -> Config:
+    return read_settings(["--model", "m", *argv], {}, "0").config
+
+
+def advice(*argv: str, machine: Machine, arch: ModelArch = LLAMA_3_1_8B) -> str:
+    config = read(*argv)
+    return shortage(config, arch, machine, resolve(config, arch, machine))
+
+
+def follow(argv: list[str], way: Way) -> bool:
+    """Whether the plan fits once the flags in the text stand behind the others."""
+    flags = [part for found in re.findall(r"(--[a-z0-9-]+)(?: ([A-Za-z0-9.]+))?", way.text) for part in found if part]
+    return resolve(read(*argv, *flags), way.arch, way.machine).plan.fits
+
+
+@settings(max_examples=150)
+@given(
+    arch=st.sampled_from([SMOLLM2_135M, LLAMA_3_2_1B, QWEN_2_5_1_5B, LLAMA_3_1_8B]),
+    layers=st.sampled_from(["bfloat16", "int8", "int4"]),
+    memory=st.floats(0.5, 40),
+    free=st.sampled_from([1.0, 0.5, 0.1, 0.0]),
+    host=st.sampled_from([64.0, 4.0, 1.0]),
+    argv=st.tuples(
+        st.sampled_from(["", "--max-model-len 8192", "--max-model-len 513", "--max-model-len 300"]),
+        st.sampled_from(["", "--max-seqs 1", "--max-seqs 500"]),
+        st.sampled_from(["", "--max-step-tokens 8192", "--prefill-chunk 512"]),
+        st.sampled_from(["", "--kv-dtype fp8", "--kv-dtype int8"]),
+        st.sampled_from(["", "--kv-memory 30GiB"]),
+        st.sampled_from(["", "--cuda-graphs", "--no-cuda-graphs", "--max-graph-seqs 64"]),
+        st.sampled_from(["", "--kv-shortage swap", "--host-kv-memory 3GiB"]),
+        st.sampled_from(["", "--quantization none", "--gpu-memory-share 0.5", "--block-size 200"]),
+    ),
+    elsewhere=st.booleans(),
+)
+def test_every_way_out_fits(
+    arch: ModelArch, layers: str, memory: float, free: float, host: float, argv: tuple[str, ...], elsewhere: bool
+) -> None:
+    flags = " ".join(argv).split()
+    machine = machine_with(f"{memory}GiB", free, int(host * GIB))
+    machine = msgspec.structs.replace(machine, plans_elsewhere=elsewhere)
+    arch = msgspec.structs.replace(arch, formats=WeightFormats(layers={layers: 1}))  # type: ignore[dict-item]
+    config = read(*flags)
+    try:
+        resolved = resolve(config, arch, machine)
+    except ConfigError:
+        return  # such settings contradict each other, wherever they are used
+    if resolved.plan.fits:
+        return
+    ways = ways_out(config, arch, machine)
+    assert ways, "a larger GPU always helps"
+    for way in ways:
+        assert way.fits
+        assert follow(flags, way)
+    text = shortage(config, arch, machine, resolved)
+    assert "\n" not in text
+    assert all(way.text in text for way in ways)
+
+
+def test_what_is_short_is_told_in_one_paragraph() -> None:
+    arch = msgspec.structs.replace(LLAMA_3_1_8B, name="Llama-3.1-8B")
+    text = advice("--max-model-len", "32768", "--max-seqs", "64", machine=machine_with("16GiB"), arch=arch)
+    assert text.startswith(
+        "Llama-3.1-8B with sequences of 32768 tokens, up to 64 at once, is 5.69 GiB short on a GPU of 16.0 GiB: "
+        "weights take 15.0 GiB, the KV cache of 32768 tokens 4.00 GiB, "
+    )
+    assert "only 14.4 GiB of 16.0 GiB may be used. Do one of these: " in text
+    # The weights alone are too large.
+    assert "--max-model-len" not in text
+    assert "the same model with 4-bit weights (GPTQ, AWQ, or a GGUF file of Q4_0 or Q4_1), which saves" in text
+    assert text.endswith("a GPU with 23 GiB of memory, such as RTX4090.")
+
+
+def test_settings_that_help_alone_are_turned_no_further_than_needed() -> None:
+    arch, machine = LLAMA_3_1_8B, machine_with("21GiB")
+    text = advice("--max-model-len", "32768", "--max-seqs", "64", machine=machine)
+    assert "--kv-dtype fp8, which saves 1.94 GiB of KV cache" in text
+    found = re.search(r"--max-model-len (\d+)", text)
+    assert found is not None
+    fitting = int(found[1])
+    for length, fits in ((fitting, True), (fitting + 256, False)):
+        config = read("--max-model-len", str(length), "--max-seqs", "64")
+        assert resolve(config, arch, machine).plan.fits is fits
+    assert "--max-seqs" not in text.partition("Do one of these")[2]  # a few less don't help
+
+
+def test_settings_that_help_only_together_are_named_together() -> None:
+    asked = ["--max-model-len", "8192", "--max-seqs", "512", "--kv-dtype", "fp8"]
+    ways = ways_out(read(*asked), LLAMA_3_1_8B, machine_with("18GiB"))
+    together = ways[0].text
+    assert together.count("--") > 1
+    assert follow(asked, ways[0])
+    for part in together.split(", and "):
+        others = [other for other in together.split(", and ") if other != part]
+        assert not follow(asked, msgspec.structs.replace(ways[0], text=", and ".join(others))), f"{part} is in vain"
+
+
+def test_other_programs_on_the_gpu_are_told() -> None:
+    text = advice(machine=machine_with("24GiB", free=0.5))
+    assert "12.0 GiB of 24.0 GiB may be used, since 12.0 GiB are in use" in text
+    assert "ending the other programs on this GPU, which hold 12.0 GiB" in text
+
+
+def test_a_machine_that_is_short_is_told_apart_from_its_gpu() -> None:
+    asked = ("--host-kv-memory", "8GiB", "--kv-memory", "1GiB")
+    text = advice(*asked, machine=machine_with("80GiB", memory=4 * GIB))
+    assert text.startswith("The engine needs about 9.77 GiB of the machine's own memory, 8.00 GiB of it for the host ")
+    helps = text.partition("Do one of these: ")[2]
+    assert re.fullmatch(r"--host-kv-memory 22\d\dMiB; a machine with 10 GiB of free memory\.", helps)
+    both = advice(*asked, machine=machine_with("16GiB", memory=4 * GIB))
+    assert "short on a GPU of 16.0 GiB" in both
+    assert "a machine with 10 GiB of free memory, and the same model with 4-bit weights" in both
+
+
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_weights_that_are_integers_already_can_only_be_left_so(quantization: str) -> None:
+    arch = msgspec.structs.replace(LLAMA_3_1_8B, formats=WeightFormats(layers={"int4": 1}))
+    text = advice("--max-model-len", "2048", "--quantization", quantization, machine=machine_with("8GiB"), arch=arch)
+    assert "4-bit weights" not in text
+    assert ("--quantization auto" in text) is (quantization == "none")
+
+
+def test_a_fitting_plan_needs_no_advice() -> None:
+    assert ways_out(read(), LLAMA_3_1_8B, machine_with("80GiB")) == []
