@@ -2,13 +2,14 @@
 
 It compiles every kernel for this GPU with the shipped settings, checks each case against an oracle in float64, has the
 model greedily predict the rows of a reference, and measures each case against what copying and multiplying matrices
-reach in this run, and against a library where one does the same.
+reach in this run, and against a library where one does the same; then the engine's steps, with random weights.
 """
 
 import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from config.output_files import check_output
 from config.sources import ConfigError
 from tools.arguments import positive, tool_parser
 from tools.bench_kernels.command import say
-from tools.check_gpu.parts import PARTS, Check, right_section
+from tools.check_gpu.check import Check
+from tools.check_gpu.engine_parts import rows_right, steps_speed
+from tools.check_gpu.kernel_parts import compiled, right, right_section, speed
 from tools.check_gpu.sections import Section, markdown_table, report
 from tools.gpu_kernels.case import Case
 from tools.gpu_kernels.device import NO_GPU, Machine, machine_of, run_cases, worker
@@ -35,6 +38,14 @@ Exit status: 0; 1 when something is wrong (a target that is missed is not); 2 wh
 """
 _REPOSITORY = Path(__file__).resolve().parent.parent.parent
 _MODEL = _REPOSITORY / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+# (the part of the time limit that is gone when it must end, the part)
+PARTS: tuple[tuple[float, Callable[[Check, float], Section]], ...] = (
+    (0.30, compiled),
+    (0.50, right),
+    (0.57, rows_right),
+    (0.80, speed),
+    (1.00, steps_speed),
+)
 # What the interpreter does within seconds.
 _SMALL_BYTES, _SMALL_OPERATIONS = 1 << 20, 1e8
 

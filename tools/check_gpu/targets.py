@@ -1,10 +1,11 @@
 """What the GPU kernels are to reach, and whether measured cases do."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from tools.bench_engine.gpu import GpuTimes
 from tools.gpu_kernels.case import Case
 from tools.gpu_kernels.measure import Measured
 
@@ -60,18 +61,71 @@ class Verdict:
 
 def judge(targets: Sequence[Target], cases: Sequence[Case], measured: Mapping[str, Measured]) -> list[Verdict]:
     """One verdict a target; `measured` by label."""
-    verdicts = []
-    for target in targets:
-        found = [
-            (value, case.label)
-            for case in cases
-            if target.holds_for(case) and (value := target.value(case, measured)) is not None
-        ]
-        reached = sum(value >= target.least for value, _ in found)
-        worst, where = min(found, default=(0.0, ""))
-        verdicts.append(Verdict(target.text, target.least, reached, len(found), worst, where))
-    return verdicts
+    return [
+        _verdict(
+            target.text,
+            target.least,
+            [(target.value(case, measured), case.label) for case in cases if target.holds_for(case)],
+        )
+        for target in targets
+    ]
 
 
-# Of the GPU worker's issue, on an H200; all are ratios within one run.
+def _verdict(text: str, least: float, values: Sequence[tuple[float | None, str]]) -> Verdict:
+    found = [(value, where) for value, where in values if value is not None]
+    reached = sum(value >= least for value, _ in found)
+    worst, where = min(found, default=(0.0, ""))
+    return Verdict(text, least, reached, len(found), worst, where)
+
+
+def reached_text(verdicts: Sequence[Verdict]) -> str:
+    compared = [verdict for verdict in verdicts if verdict.measured]
+    reached = sum(verdict.reached == verdict.measured for verdict in compared)
+    return f"{reached} of {len(compared)} targets that were measured are reached"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTarget:
+    """What decode steps of so many `rows` are to reach: at least `least`. `model`: of that one only."""
+
+    text: str
+    rows: int
+    value: Callable[[GpuTimes], float | None]
+    least: float
+    model: str = ""
+
+
+def judge_steps(found: Mapping[str, Sequence[GpuTimes]]) -> list[Verdict]:
+    """One verdict a target; the measured steps by model."""
+    return [
+        _verdict(
+            target.text,
+            target.least,
+            [
+                (target.value(times), f"{model}, {times.tokens} rows at {times.context}")
+                for model, steps in found.items()
+                for times in steps
+                if target.model in ("", model) and times.phase == "decode" and times.tokens == target.rows
+            ],
+        )
+        for target in STEP_TARGETS
+    ]
+
+
+def _of_kernels(times: GpuTimes) -> float | None:
+    return None if times.over_kernels is None else 1 / times.over_kernels
+
+
+# Those of the GPU worker's issue, on an H200; all are ratios within one run, turned so that more is better.
 TARGETS: tuple[Target, ...] = ()
+STEP_TARGETS = (
+    StepTarget("decode step, batch 1: its kernels' times over its time at least 1 / 1.2", 1, _of_kernels, 1 / 1.2),
+    StepTarget("decode step, batch 64: GPU busy at least 97%", 64, lambda times: 1 - times.idle, 0.97),
+    StepTarget(
+        "decode step of Llama-3.1-8B, batch 1: at least 0.8 of the bandwidth limit",
+        1,
+        lambda times: times.fraction,
+        0.8,
+        "Llama-3.1-8B",
+    ),
+)

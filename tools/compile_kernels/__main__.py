@@ -26,6 +26,7 @@ _EPILOG = """\
 regs     registers of a thread; of gfx942 those of the vector unit
 spilled  bytes of a thread that are written to and read from memory for want of registers
 shared   bytes of a thread block, and how much of what the GPU gives one that is
+case     the first one that runs it; dtypes are not among the constants
 
   python -m tools.compile_kernels                                     all of it, many minutes
   python -m tools.compile_kernels --quick --architecture sm_90        one case of each kernel
@@ -73,7 +74,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plain(row: Row) -> dict[str, object]:
-    return {"architecture": row.architecture, "hot": row.hot, "shared_limit": row.limit, **asdict(row.compiled)}
+    return {
+        "case": row.label,
+        "architecture": row.architecture,
+        "hot": row.hot,
+        "shared_limit": row.limit,
+        **asdict(row.compiled),
+    }
 
 
 def _text(found: Report, architectures: Sequence[str]) -> str:
@@ -89,7 +96,7 @@ def _text(found: Report, architectures: Sequence[str]) -> str:
 
 def _table(rows: Sequence[Row]) -> str:
     return render(
-        ["regs", "spilled", "shared", "of limit"],
+        ["regs", "spilled", "shared", "of limit", "case"],
         [
             (
                 f"{row.compiled.kernel} {settings_text(row.compiled)}",
@@ -98,6 +105,7 @@ def _table(rows: Sequence[Row]) -> str:
                     str(row.compiled.spilled_bytes),
                     f"{row.compiled.shared_bytes:,}",
                     f"{row.compiled.shared_bytes / row.limit:.0%}",
+                    row.label,
                 ],
             )
             for row in rows

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kernels.gpu.launch import SHARED_MEMORY, Compilation
 from kernels.gpu.tables import Entry, Shape, entry_index
@@ -37,8 +37,9 @@ class CompiledCase:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One machine code. `hot`: of a case that must not spill."""
+    """One machine code. `label`: of the first case that runs it; `hot`: one of them must not spill."""
 
+    label: str
     architecture: str
     hot: bool
     compiled: Compilation
@@ -140,8 +141,8 @@ def report(
             result.problems.append(f"{each.architecture} {each.case.label}: {problem}")
         for code in each.compiled:
             key = each.architecture, code.hash
-            hot = each.case.hot or (key in seen and seen[key].hot)
-            seen[key] = Row(each.architecture, hot, code)
+            before = seen.get(key, Row(each.case.label, each.architecture, False, code))
+            seen[key] = replace(before, hot=before.hot or each.case.hot)
     result.rows = sorted(seen.values(), key=_order)
     result.problems += [
         f"{row.architecture} {row.compiled.kernel} {settings_text(row.compiled)}: {row.problem}"

@@ -161,6 +161,8 @@ def _products(device: torch.device) -> Iterator[tuple[str, Launch]]:
     """(precision, product of random matrices), with the second operand stored by columns, as weights are."""
     a, b = (torch.randn(_MATRIX, _MATRIX, dtype=torch.bfloat16, device=device) for _ in range(2))
     yield "bfloat16", lambda: torch.matmul(a, b.t())
+    af, bf = a.float(), b.float()
+    yield "float32", lambda: torch.matmul(af, bf.t())
     float8 = torch.float8_e4m3fnuz if torch.version.hip else torch.float8_e4m3fn
     a8, b8 = a.to(float8), b.to(float8)
     one = torch.ones((), device=device)

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 
 from tests.unit.gpu_workers.tiny import save_tiny
 from tests.unit.tools.test_score import reference_row
+from tools.bench_engine.gpu import GpuTimes
 from tools.bench_kernels import __main__ as bench_kernels
 from tools.bench_kernels import gpu as bench_gpu
 from tools.check_gpu import __main__ as command
-from tools.check_gpu import engine_worker, parts
-from tools.check_gpu.parts import Check, right_section, speed_section
+from tools.check_gpu import engine_parts, engine_worker, kernel_parts
+from tools.check_gpu.check import Check
+from tools.check_gpu.engine_parts import steps_section
+from tools.check_gpu.kernel_parts import right_section, speed_section
 from tools.check_gpu.sections import Section, markdown_table, report
 from tools.check_gpu.targets import TARGETS, Target, judge
 from tools.gpu_kernels.case import Case, Prepared
@@ -117,7 +121,7 @@ def test_an_error_that_is_no_number_is_wrong() -> None:
 
 def test_times_are_shown_with_their_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     targets = (Target("fast", ["scale/a"], "speedup", 1.2), Target("near", ["scale/*"], "fraction", 0.5))
-    monkeypatch.setattr(parts, "TARGETS", targets)
+    monkeypatch.setattr(kernel_parts, "TARGETS", targets)
     cases = [case("a"), case("b"), case("c")]
     section = speed_section(
         cases, [ran(cases[0], 2e-6, 0.5, 2e-6), ran(cases[1], 1e-6, 0.75), Ran(cases[2], None, "too large")]
@@ -128,6 +132,32 @@ def test_times_are_shown_with_their_targets(monkeypatch: pytest.MonkeyPatch) -> 
         "| scale/a | 2.0 | 2000 | 0.0 | 0.50 | memory | 1.00 | cuBLAS | 1.00 of 1.20: missed, 0.50 of 0.50: reached |"
         in (section.text)
     )
+
+
+def test_steps_are_judged_by_model_and_rows() -> None:
+    def times(rows: int, idle: float, fraction: float, kernels: float | None, phase: str = "decode") -> GpuTimes:
+        return GpuTimes(phase, rows, 1024, 100, 4e-3, 4e-3, idle, fraction, "memory", kernels)
+
+    section = steps_section(
+        {
+            "Llama-3.1-8B": [times(1, 0.1, 0.79, 4e-3), times(64, 0.04, 0.1, None)],
+            "Qwen2.5-1.5B": [
+                times(1, 0.1, 0.1, 2e-3),
+                times(64, 0.01, 0.1, None),
+                times(64, 0.5, 0.1, None, "prefill"),
+            ],
+        },
+        {"SmolLM2-135M": "no time"},
+        [],
+    )
+    assert [verdict.row[1:] for verdict in section.verdicts] == [
+        ["1 of 2", "0.50", "Qwen2.5-1.5B, 1 rows at 1024"],
+        ["1 of 2", "0.96", "Llama-3.1-8B, 64 rows at 1024"],
+        ["0 of 1", "0.79", "Llama-3.1-8B, 1 rows at 1024"],
+    ]
+    assert section.summary == "2 of 3 models; 0 of 3 targets that were measured are reached"
+    assert "Not measured: SmolLM2-135M: no time." in section.text
+    assert "| Llama-3.1-8B decode 64 at 1024 | 4.00 | 16000 | 4.00 | 4.0% | - | 0.10 | memory |" in section.text
 
 
 def test_why_a_rival_was_not_measured_is_shown() -> None:
@@ -183,9 +213,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch, toy_family: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for module in (command, bench_gpu):
         monkeypatch.setattr(module, "machine_of", lambda process: MACHINE)
-    for module in (parts, bench_gpu):
+    for module in (kernel_parts, bench_gpu):
         monkeypatch.setattr(module, "run_cases", run_cases)
-    monkeypatch.setattr(parts, "compile_cases", lambda *_, **__: [])
+    monkeypatch.setattr(kernel_parts, "compile_cases", lambda *_, **__: [])
+    step = asdict(GpuTimes("decode", 1, 1024, 100, 4e-3, 3.9e-3, 0.01, 0.85, "memory", 3.5e-3))
+    monkeypatch.setattr(Worker, "ask", lambda self, request, seconds: iter([{"times": [step]}]))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -198,6 +230,7 @@ def test_command_writes_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "- Kernels right: 2 of 2 cases\n" in text
     assert "- Engine right: not checked, since" in text
     assert "- Speed: 2 of 2 cases" in text
+    assert "- Engine's steps: 3 of 3 models; 2 of 2 targets that were measured are reached" in text
     assert "| copy bandwidth, measured | 4000 GB/s |" in text
     assert f"written: {out}" in capsys.readouterr().out
 
@@ -248,11 +281,11 @@ def check(tmp_path: Path) -> Check:
 def test_rows_of_the_engine(answers: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(row["steps"], len(row["mismatches"])) for row in answers] == [(4, 0), (4, 1)]
     monkeypatch.setattr(Worker, "ask", lambda self, request, seconds: iter(answers))
-    section = parts.engine(check(tmp_path), time.monotonic() + 60)
+    section = engine_parts.rows_right(check(tmp_path), time.monotonic() + 60)
     assert section.summary.startswith("2 of 2 rows of the reference, 8 steps, 1 failures")
     (failure,) = section.failures
     assert failure.startswith("R1 step 3: ")
-    section = parts.engine(check(tmp_path), time.monotonic())
+    section = engine_parts.rows_right(check(tmp_path), time.monotonic())
     assert section.summary.startswith("1 of 2 rows")
 
 
@@ -261,7 +294,7 @@ def test_an_engine_that_does_not_start(tmp_path: Path, monkeypatch: pytest.Monke
     (answer,) = engine_worker.answers({"model": str(tmp_path), "reference": "", "device": "none"})
     assert "failed" in answer
     monkeypatch.setattr(Worker, "ask", lambda self, request, seconds: iter([answer]))
-    section = parts.engine(check(tmp_path), time.monotonic() + 60)
+    section = engine_parts.rows_right(check(tmp_path), time.monotonic() + 60)
     assert section.failures == [answer["failed"]]
 
 
@@ -271,6 +304,6 @@ def test_an_engine_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     (tmp_path / "rows.jsonl").write_text("{}\n")
     monkeypatch.setattr(Worker, "ask", ask)
-    section = parts.engine(check(tmp_path), time.monotonic() + 60)
+    section = engine_parts.rows_right(check(tmp_path), time.monotonic() + 60)
     assert section.failures == ["died"]
     assert section.summary.startswith("0 of 1 rows")

@@ -1,39 +1,21 @@
-"""What `tools.check_gpu` does, part by part; each is given a time at which it must end, and makes a section.
-
-A part that measures the engine's steps would be one more function in `PARTS`.
-"""
+"""The GPU kernels: compiled, right, and how fast. Each part is told when it must end, and makes a section."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 
 from tools.bench_kernels.command import say
 from tools.bench_kernels.gpu import SPEED_HEADER, speed_columns
 from tools.bench_kernels.limits import usable_cores
+from tools.check_gpu.check import Check
 from tools.check_gpu.sections import Section, markdown_table
-from tools.check_gpu.targets import TARGETS, judge
+from tools.check_gpu.targets import TARGETS, judge, reached_text
 from tools.compile_kernels.compiled import compile_cases, report
 from tools.gpu_kernels.case import Case
-from tools.gpu_kernels.device import Machine, Ran, run_cases
+from tools.gpu_kernels.device import Ran, run_cases
 from tools.gpu_kernels.measure import Measured
-from tools.gpu_kernels.workers import LostError, Worker
 
-_ENGINE_WORKER = "tools.check_gpu.engine_worker"
 _MEASURE_SECONDS = (0.02, 0.2)  # of one case
 _OVERHEAD = 3.0  # a case takes so many times the time for which it is measured: its data, its rival, first launches
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """What all parts are given."""
-
-    cases: Sequence[Case]
-    modules: Sequence[str]
-    process: Worker
-    machine: Machine
-    model: Path
-    reference: Path
 
 
 def compiled(check: Check, until: float) -> Section:
@@ -91,38 +73,6 @@ def right_section(cases: Sequence[Case], results: Sequence[Ran]) -> Section:
     )
 
 
-def engine(check: Check, until: float) -> Section:
-    """Greedy rows of the reference through the model, on the GPU."""
-    title = "Engine right"
-    for path in (check.model, check.reference):
-        if not path.exists():
-            return Section(title, f"not checked, since {path} is not here")
-    total = len(check.reference.read_text().splitlines())
-    request = {"model": str(check.model), "reference": str(check.reference), "device": "cuda"}
-    done, steps, equal, worst = 0, 0, 0, 0.0
-    failures: list[str] = []
-    with Worker(_ENGINE_WORKER) as process:
-        try:
-            for answer in process.ask(request, max(until - time.monotonic(), 1.0)):
-                if "failed" in answer:
-                    return Section(title, "the model could not be run", failures=[answer["failed"]])
-                done += 1
-                steps += answer["steps"]
-                equal += answer["equal"]
-                worst = max(worst, answer["worst_error"])
-                failures += answer["mismatches"]
-                say(f"engine {done}/{total}")
-                if time.monotonic() >= until:
-                    break
-        except LostError as error:
-            failures.append(str(error))
-    summary = (
-        f"{done} of {total} rows of the reference, {steps} steps, {len(failures)} failures; {equal} rows equal in "
-        f"every token, worst error of a log-probability {worst:.3f}"
-    )
-    return Section(title, summary, failures=failures)
-
-
 def speed(check: Check, until: float) -> Section:
     """All cases measured, those with a target first."""
     cases = sorted(check.cases, key=lambda case: not any(target.holds_for(case) for target in TARGETS))
@@ -143,12 +93,7 @@ def speed_section(cases: Sequence[Case], results: Sequence[Ran]) -> Section:
         if result.measured
     ]
     verdicts = judge(TARGETS, cases, measured)
-    compared = [verdict for verdict in verdicts if verdict.measured]
-    reached = sum(verdict.reached == verdict.measured for verdict in compared)
-    summary = (
-        f"{len(measured)} of {len(results)} cases{_left_out(cases, results)}; {reached} of {len(compared)} targets "
-        f"that were measured are reached"
-    )
+    summary = f"{len(measured)} of {len(results)} cases{_left_out(cases, results)}; {reached_text(verdicts)}"
     header = ["case", *SPEED_HEADER, "rival", "target"]
     return Section(
         "Speed",
@@ -191,12 +136,3 @@ def _shown(results: Iterable[Ran], total: int) -> list[Ran]:
 def _left_out(cases: Sequence[Case], done: Sequence[object]) -> str:
     missing = len(cases) - len(done)
     return f"; no time for {missing} more" if missing else ""
-
-
-# (the part of the time limit that is gone when it must end, the part)
-PARTS: tuple[tuple[float, Callable[[Check, float], Section]], ...] = (
-    (0.35, compiled),
-    (0.55, right),
-    (0.65, engine),
-    (1.0, speed),
-)
