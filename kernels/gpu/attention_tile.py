@@ -20,7 +20,10 @@ import math
 import triton
 import triton.language as tl
 
+from kernels.gpu.launch import INTERPRETED
 from kernels.gpu.numbers import decode_e4m3
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 NOTHING: tl.constexpr = tl.constexpr(-1e30)  # finite, so that a difference of two is not NaN
 
@@ -32,6 +35,14 @@ def score_factors(scale: float, soft_cap: float) -> tuple[float, float]:
     """
     log2_e = math.log2(math.e)
     return (soft_cap * log2_e, 2 * log2_e * scale / soft_cap) if soft_cap else (scale * log2_e, 0.0)
+
+
+@triton.jit
+def multiply(a, b, addend):
+    """a @ b + addend in float32; what the interpreter multiplies with has no bfloat16."""
+    if _INTERPRETED and a.dtype == tl.bfloat16:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), addend, input_precision="ieee")
+    return tl.dot(a, b, addend, input_precision="ieee")
 
 
 @triton.jit
@@ -124,13 +135,8 @@ def _attend_tiles(
         keys = start + tl.arange(0, TILE)
         readable = (keys >= first_key) & (keys <= last_key)
         blocks, inside = locate(table, start, readable, BLOCK_SIZE, TILE, MASKED)
-        scores = tl.dot(
-            q,
-            tl.trans(
-                load_rows(k, blocks, inside, readable, block_stride, HEAD_DIM, q.shape[1], q.dtype, NATIVE, MASKED)
-            ),
-            input_precision="ieee",
-        )
+        rows = load_rows(k, blocks, inside, readable, block_stride, HEAD_DIM, q.shape[1], q.dtype, NATIVE, MASKED)
+        scores = multiply(q, tl.trans(rows), None)
         if SCALED:
             scores *= load_scales(k_scales, blocks, inside, readable, scale_stride, MASKED)[None, :]
         if SOFT_CAPPED:
@@ -150,7 +156,7 @@ def _attend_tiles(
         # Weights times the scales of V may be too small for float16; bfloat16 holds 8-bit numbers exactly.
         dtype: tl.constexpr = tl.bfloat16 if SCALED and q.dtype == tl.float16 else q.dtype
         rows = load_rows(v, blocks, inside, readable, block_stride, HEAD_DIM, q.shape[1], dtype, NATIVE, MASKED)
-        values = tl.dot(weights.to(dtype), rows, values * shrink[:, None], input_precision="ieee")
+        values = multiply(weights.to(dtype), rows, values * shrink[:, None])
     return largest, total, values
 
 
@@ -189,8 +195,11 @@ def load_rows(
         rows = tl.load(pointers, mask=(columns < HEAD_DIM)[None, :], other=0)
     else:
         rows = tl.load(pointers)
+    # By way of float32, since the interpreter converts nothing else to bfloat16.
     if rows.dtype == tl.uint8:
-        return decode_e4m3(rows, NATIVE).to(DTYPE)
+        return decode_e4m3(rows, NATIVE).to(tl.float32).to(DTYPE)
+    if rows.dtype == tl.int8:
+        return rows.to(tl.float32).to(DTYPE)
     return rows.to(DTYPE)
 
 
