@@ -76,8 +76,8 @@ def attend(
     v,
     k_scales,  # pointer to the KV head's part of block 0, [block_size] float32; None unless SCALED
     v_scales,
-    block_stride,  # elements between blocks of `k` and of `v`
-    scale_stride,  # elements between blocks of the scales
+    block_stride,  # between blocks of `k` and of `v`, in units of 16 elements
+    scale_stride,  # between blocks of the scales, in elements
     window,  # with WINDOWED: a query sees the last `window` positions up to its own
     factor,  # see `score_factors`
     inner,
@@ -130,15 +130,23 @@ def _attend_tiles(
     TILE: tl.constexpr, SCALED: tl.constexpr, SOFT_CAPPED: tl.constexpr, WINDOWED: tl.constexpr, NATIVE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """See `attend`: the tiles at begin, begin + TILE, ... below `end`, of which first_key..last_key may be read."""
+    """See `attend`: the tiles at begin, begin + TILE, ... below `end`, of which first_key..last_key may be read.
+
+    The blocks of a tile are looked up one tile ahead. So no load in the loop waits for another one, and the compiler
+    can have the keys of `num_stages` tiles on their way.
+    """
+    following = _find_blocks(table, begin, first_key, last_key, end, BLOCK_SIZE, TILE, MASKED)
     for start in tl.range(begin, end, TILE):
+        blocks = following
+        following = _find_blocks(table, start + TILE, first_key, last_key, end, BLOCK_SIZE, TILE, MASKED)
         keys = start + tl.arange(0, TILE)
         readable = (keys >= first_key) & (keys <= last_key)
-        blocks, inside = locate(table, start, readable, BLOCK_SIZE, TILE, MASKED)
-        rows = load_rows(k, blocks, inside, readable, block_stride, HEAD_DIM, q.shape[1], q.dtype, NATIVE, MASKED)
+        places = _places(blocks, start, block_stride, HEAD_DIM // 16, BLOCK_SIZE, TILE)
+        rows = _load_rows(k, places, readable, HEAD_DIM, q.shape[1], q.dtype, NATIVE, MASKED)
         scores = multiply(q, tl.trans(rows), None)
         if SCALED:
-            scores *= load_scales(k_scales, blocks, inside, readable, scale_stride, MASKED)[None, :]
+            scale_places = _places(blocks, start, scale_stride, 1, BLOCK_SIZE, TILE)
+            scores *= _load_scales(k_scales, scale_places, readable, MASKED)[None, :]
         if SOFT_CAPPED:
             scores = 1.0 - 2.0 / (tl.math.exp2(scores * inner) + 1.0)  # tanh
         if MASKED:
@@ -152,41 +160,53 @@ def _attend_tiles(
         total = tl.math.fma(total, shrink, tl.sum(weights, 1))
         largest = new
         if SCALED:
-            weights *= load_scales(v_scales, blocks, inside, readable, scale_stride, MASKED)[None, :]
+            weights *= _load_scales(v_scales, scale_places, readable, MASKED)[None, :]
         # Weights times the scales of V may be too small for float16; bfloat16 holds 8-bit numbers exactly.
         dtype: tl.constexpr = tl.bfloat16 if SCALED and q.dtype == tl.float16 else q.dtype
-        rows = load_rows(v, blocks, inside, readable, block_stride, HEAD_DIM, q.shape[1], dtype, NATIVE, MASKED)
+        rows = _load_rows(v, places, readable, HEAD_DIM, q.shape[1], dtype, NATIVE, MASKED)
         values = multiply(weights.to(dtype), rows, values * shrink[:, None])
     return largest, total, values
 
 
 @triton.jit
-def locate(table, start, readable, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """(block, offset in it) of the keys of the tile at `start`, a multiple of TILE.
-
-    Where tiles don't cross blocks, the block is one number, which a tile with a readable key always has.
-    """
-    offsets = tl.arange(0, TILE)
+def _find_blocks(
+    table, start, first_key, last_key, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """The blocks of the tile at `start`, a multiple of TILE: [TILE], or one number where no tile crosses blocks."""
     if BLOCK_SIZE % TILE == 0:
-        return tl.load(table + start // BLOCK_SIZE).to(tl.int64), start % BLOCK_SIZE + offsets
-    blocks = table + (start + offsets) // BLOCK_SIZE
-    blocks = tl.load(blocks, mask=readable, other=0) if MASKED else tl.load(blocks)
-    # The offsets are the same in all tiles where tiles are whole blocks.
-    inside = offsets % BLOCK_SIZE if TILE % BLOCK_SIZE == 0 else (start + offsets) % BLOCK_SIZE
-    return blocks.to(tl.int64), inside
+        blocks = tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
+    elif MASKED:
+        keys = start + tl.arange(0, TILE)
+        blocks = tl.load(table + keys // BLOCK_SIZE, mask=(keys >= first_key) & (keys <= last_key), other=0)
+    else:
+        blocks = tl.load(table + (start + tl.arange(0, TILE)) // BLOCK_SIZE, mask=start < end, other=0)
+    return blocks
 
 
 @triton.jit
-def load_rows(
-    pool, blocks, inside, readable, block_stride, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr,
-    NATIVE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """K or V of the keys at `locate`'s (blocks, inside), [TILE, WIDTH] in DTYPE.
+def _places(blocks, start, stride, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """[TILE] int32: block * stride + offset in the block * ROW, of the keys of the tile at `start`."""
+    offsets = tl.arange(0, TILE)
+    if BLOCK_SIZE % TILE == 0:
+        inside = start % BLOCK_SIZE + offsets
+    elif TILE % BLOCK_SIZE == 0:
+        inside = offsets % BLOCK_SIZE  # the same in all tiles
+    else:
+        inside = (start + offsets) % BLOCK_SIZE
+    return blocks * stride + inside * ROW
 
-    Columns from HEAD_DIM on are 0, and with MASKED the rows that are not readable. Codes are not scaled.
+
+@triton.jit
+def _load_rows(
+    pool, places, readable, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """K or V at `places`, in units of 16 elements: [TILE, WIDTH] in DTYPE, codes not scaled.
+
+    Columns from HEAD_DIM on are 0, and with MASKED the rows that are not readable.
     """
     columns = tl.arange(0, WIDTH)
-    pointers = pool + (blocks * block_stride + inside * HEAD_DIM)[:, None] + columns[None, :]
+    pointers = (pool + columns)[None, :] + (places.to(tl.int64) * 16)[:, None]
     if MASKED and WIDTH != HEAD_DIM:
         rows = tl.load(pointers, mask=readable[:, None] & (columns < HEAD_DIM)[None, :], other=0)
     elif MASKED:
@@ -204,7 +224,6 @@ def load_rows(
 
 
 @triton.jit
-def load_scales(scales, blocks, inside, readable, scale_stride, MASKED: tl.constexpr):
-    """The scales [TILE] of the keys at `locate`'s (blocks, inside); with MASKED 0 where they are not readable."""
-    pointers = scales + blocks * scale_stride + inside
-    return tl.load(pointers, mask=readable, other=0.0) if MASKED else tl.load(pointers)
+def _load_scales(scales, places, readable, MASKED: tl.constexpr):
+    """[TILE]; with MASKED 0 where `readable` is not."""
+    return tl.load(scales + places, mask=readable, other=0.0) if MASKED else tl.load(scales + places)

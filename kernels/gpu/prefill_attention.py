@@ -56,6 +56,8 @@ def prefill_attention(
     shows it under the interpreter, whose products are numpy's, and with the tensor cores' where there is a GPU.
     """
     num_tokens, num_heads, head_dim = q.shape
+    if head_dim % 16 or head_dim > 256:
+        raise ValueError(f"head_dim {head_dim} is not a multiple of 16 up to 256")
     num_groups, block_size = k_pool.shape[1:3]
     num_sequences = context_lens.shape[0]
     repeats = num_heads // num_groups
@@ -69,7 +71,7 @@ def prefill_attention(
     block_m, segment = settings["BLOCK_M"], settings["SEGMENT"]
     factor, inner = score_factors(scale, soft_cap)
     tensors = (q, as_bytes(k_pool), as_bytes(v_pool), k_scales, v_scales, block_tables, query_starts, context_lens)
-    strides = (q.stride(0), q.stride(1), k_pool.stride(0), k_pool.stride(1), block_tables.stride(0))
+    strides = (q.stride(0), q.stride(1), k_pool.stride(0) // 16, k_pool.stride(1), block_tables.stride(0))
     constants = {
         "REPEATS": repeats,
         "HEAD_DIM": head_dim,
@@ -192,10 +194,10 @@ def _prefill(
     sequence, tile = _sequence_of(tl.program_id(0), query_starts, num_sequences, REPEATS, BLOCK_M)
     start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - start
+    context = tl.load(context_lens + sequence)
     num_tiles = tl.cdiv(num_queries * REPEATS, BLOCK_M)
     if (tile >= num_tiles) | (num_queries <= split_tokens):
         return
-    context = tl.load(context_lens + sequence)
     group = tl.program_id(1)
     # The last queries see the most keys: those begin first.
     queries, heads, positions, exists, first_position, last_position = _rows_of(
@@ -204,7 +206,7 @@ def _prefill(
     tokens, heads = start + queries, group * REPEATS + heads
     rows = _load_queries(q, tokens, heads, exists, q_stride, q_head_stride, HEAD_DIM, WIDTH)
     table = block_tables + sequence.to(tl.int64) * table_stride
-    k, v = k_pool + group * head_stride, v_pool + group * head_stride
+    k, v = k_pool + group.to(tl.int64) * head_stride, v_pool + group.to(tl.int64) * head_stride
     scale_stride = tl.num_programs(1) * BLOCK_SIZE
     if SCALED:
         k_scales += group * BLOCK_SIZE
@@ -227,8 +229,15 @@ def _prefill(
             block_stride, scale_stride, window, factor, inner, HEAD_DIM, BLOCK_SIZE, TILE, SCALED, SOFT_CAPPED,
             WINDOWED, NATIVE,
         )  # fmt: skip
+    # Read and computed again, so that none of it takes up registers meanwhile.
+    start = tl.load(query_starts + sequence, volatile=True)
+    num_queries = tl.load(query_starts + sequence + 1, volatile=True) - start
+    tile = tl.cdiv(num_queries * REPEATS, BLOCK_M) - 1 - tile
+    queries, heads, positions, exists, first_position, last_position = _rows_of(
+        tile, num_queries, context, REPEATS, BLOCK_M
+    )
     columns = tl.arange(0, WIDTH)
-    places = (tokens.to(tl.int64) * (tl.num_programs(1) * REPEATS) + heads) * HEAD_DIM
+    places = ((start + queries).to(tl.int64) * (tl.num_programs(1) * REPEATS) + group * REPEATS + heads) * HEAD_DIM
     tl.store(
         out + places[:, None] + columns[None, :],
         (values / total[:, None]).to(out.dtype.element_ty),
@@ -254,9 +263,9 @@ def _prefill_segment(
     tile = tl.program_id(0) % tiles
     start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - start
+    context = tl.load(context_lens + sequence)
     if (tile * BLOCK_M >= num_queries * REPEATS) | (num_queries > split_tokens):
         return
-    context = tl.load(context_lens + sequence)
     group = tl.program_id(1)
     queries, heads, positions, exists, first_position, last_position = _rows_of(
         tile, num_queries, context, REPEATS, BLOCK_M
@@ -270,7 +279,7 @@ def _prefill_segment(
     heads = group * REPEATS + heads
     rows = _load_queries(q, start + queries, heads, exists, q_stride, q_head_stride, HEAD_DIM, WIDTH)
     table = block_tables + sequence.to(tl.int64) * table_stride
-    k, v = k_pool + group * head_stride, v_pool + group * head_stride
+    k, v = k_pool + group.to(tl.int64) * head_stride, v_pool + group.to(tl.int64) * head_stride
     scale_stride = tl.num_programs(1) * BLOCK_SIZE
     if SCALED:
         k_scales += group * BLOCK_SIZE
