@@ -21,6 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 INTERPRETED = bool(knobs.runtime.interpret)
+if INTERPRETED:
+    from kernels.gpu.interpreter import convert_as_devices
+
+    convert_as_devices()
 
 # Architecture (the name of a table of settings) -> what Triton compiles for. sm_86 stands for all consumer cards, whose
 # blocks have 99 KiB of shared memory; threads in a warp is the last number.
