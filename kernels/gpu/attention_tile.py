@@ -135,10 +135,11 @@ def _attend_tiles(
     The blocks of a tile are looked up one tile ahead. So no load in the loop waits for another one, and the compiler
     can have the keys of `num_stages` tiles on their way.
     """
-    following = _find_blocks(table, begin, first_key, last_key, end, BLOCK_SIZE, TILE, MASKED)
+    following = _find_blocks(table, begin, first_key, last_key, BLOCK_SIZE, TILE, True)
     for start in tl.range(begin, end, TILE):
         blocks = following
-        following = _find_blocks(table, start + TILE, first_key, last_key, end, BLOCK_SIZE, TILE, MASKED)
+        ahead = start + TILE if MASKED else tl.minimum(start + TILE, end - TILE)
+        following = _find_blocks(table, ahead, first_key, last_key, BLOCK_SIZE, TILE, MASKED)
         keys = start + tl.arange(0, TILE)
         readable = (keys >= first_key) & (keys <= last_key)
         places = _places(blocks, start, block_stride, HEAD_DIM // 16, BLOCK_SIZE, TILE)
@@ -170,16 +171,16 @@ def _attend_tiles(
 
 @triton.jit
 def _find_blocks(
-    table, start, first_key, last_key, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+    table, start, first_key, last_key, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """The blocks of the tile at `start`, a multiple of TILE: [TILE], or one number where no tile crosses blocks."""
+    keys = start + tl.arange(0, TILE)
     if BLOCK_SIZE % TILE == 0:
-        blocks = tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
+        blocks = tl.load(table + tl.maximum(tl.minimum(start, last_key), 0) // BLOCK_SIZE)
     elif MASKED:
-        keys = start + tl.arange(0, TILE)
         blocks = tl.load(table + keys // BLOCK_SIZE, mask=(keys >= first_key) & (keys <= last_key), other=0)
     else:
-        blocks = tl.load(table + (start + tl.arange(0, TILE)) // BLOCK_SIZE, mask=start < end, other=0)
+        blocks = tl.load(table + keys // BLOCK_SIZE)
     return blocks
 
 

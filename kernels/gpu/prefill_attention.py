@@ -330,6 +330,4 @@ def _combine(
         more_values = tl.load(partial_values + (at * HEAD_DIM)[:, None] + columns[None, :], mask=mask, other=0.0)
         largest, total, values = merge(largest, total, values, more_largest, more_total, more_values)
     places = ((start + query).to(tl.int64) * num_heads + heads) * HEAD_DIM
-    tl.store(
-        out + places[:, None] + columns[None, :], (values / total[:, None]).to(out.dtype.element_ty), mask=mask
-    )
+    tl.store(out + places[:, None] + columns[None, :], (values / total[:, None]).to(out.dtype.element_ty), mask=mask)

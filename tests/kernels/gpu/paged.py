@@ -66,10 +66,11 @@ def make_batch(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
+    scaled: bool = True,
     window: int = 0,
     soft_cap: float = 0.0,
 ) -> Batch:
-    """`kv_dtype` int8 or float8_e4m3fn comes with scales, whose sizes spread over a factor of 1000; None: `dtype`."""
+    """`kv_dtype` None: `dtype`. Scales of int8 and float8_e4m3fn, if `scaled`, spread over a factor of 1000."""
     random = torch.Generator().manual_seed(seed)
     counts = [-(-context // block_size) for context in context_lens]
     num_blocks = sum(counts) + 2
@@ -91,7 +92,7 @@ def make_batch(
     shape = (num_blocks, num_groups, block_size, head_dim)
     pools, scales, exact = [], [], []
     for _ in range(2):
-        pool, pool_scales, values = _pool(shape, kv_dtype or dtype, dtype, random)
+        pool, pool_scales, values = _pool(shape, kv_dtype or dtype, scaled, random)
         hidden = ~seen[:, None, :, None].expand(shape)
         if pool_scales is not None:
             pool_scales = pool_scales.masked_fill(hidden[..., 0], torch.nan).to(DEVICE)
@@ -105,26 +106,32 @@ def make_batch(
     scale = head_dim**-0.5
     k, v = exact
     arguments = (tables, block_size, starts, context_lens, window, scale, soft_cap)
+    numbers = (seen_tables, torch.tensor(starts), torch.tensor(context_lens))
     return Batch(
-        q.to(DEVICE), *pools, *scales,
-        seen_tables.int().to(DEVICE), torch.tensor(starts).int().to(DEVICE), torch.tensor(context_lens).int().to(DEVICE),
-        scale, window, soft_cap,
-        reference.paged_attention(q.double(), k, v, *arguments),
-        reference.paged_attention(q.double(), k, v.abs(), *arguments),
-    )  # fmt: skip
+        q.to(DEVICE),
+        *pools,
+        *scales,
+        *(number.int().to(DEVICE) for number in numbers),
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        expected=reference.paged_attention(q.double(), k, v, *arguments),
+        magnitude=reference.paged_attention(q.double(), k, v.abs(), *arguments),
+    )
 
 
 def _pool(
-    shape: tuple[int, ...], kv_dtype: torch.dtype, dtype: torch.dtype, random: torch.Generator
+    shape: tuple[int, ...], dtype: torch.dtype, scaled: bool, random: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(pool, scales or None, values in float64)."""
     values = torch.randn(shape, generator=random)
-    if kv_dtype == dtype:
+    if dtype.itemsize > 1:
         pool = values.to(dtype)
         return pool, None, pool.double()
+    if not scaled:
+        pool = values.round().to(dtype)
+        return pool, None, pool.double()
     scales = 10.0 ** -(3 * torch.rand(shape[:-1], generator=random)) / 8
-    if kv_dtype == torch.int8:
-        pool = (values / 3 * 127).round().clamp(-127, 127).to(torch.int8)
-    else:
-        pool = (values * 100).clamp(-448, 448).to(kv_dtype)
+    largest = 127 if dtype == torch.int8 else 448
+    pool = (values / 3 * largest).clamp(-largest, largest).round().to(dtype)
     return pool, scales, pool.double() * scales.double()[..., None]
