@@ -119,14 +119,18 @@ def paged_attention(
     query_starts: list[int],
     context_lens: list[int],
     window: int = 0,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
 ) -> torch.Tensor:
-    """Causal attention of q [T, H, D] over pools [slots, G, D] -> [T, H, D], scaled by 1 / sqrt(D).
+    """Causal attention of q [T, H, D] over pools [slots, G, D] -> [T, H, D], scaled by `scale`, or 1 / sqrt(D).
 
     Sequence i owns the flat queries query_starts[i]:query_starts[i + 1], which are the last of its context_lens[i]
     positions; position p lies in slot block_tables[i, p // block_size] * block_size + p % block_size. With a sliding
     window (Jiang et al. 2023, Mistral 7B) the query at position p attends to the last `window` of the positions 0..p.
+    With a soft cap (Gemma Team 2024, Gemma 2) a scaled score s becomes soft_cap * tanh(s / soft_cap).
     """
     num_heads, head_dim = q.shape[1:]
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
     repeats = num_heads // k_pool.shape[1]
     outputs = torch.empty_like(q)
     for index, context in enumerate(context_lens):
@@ -135,7 +139,9 @@ def paged_attention(
         slots = block_tables[index].long()[positions // block_size] * block_size + positions % block_size
         k = k_pool[slots].repeat_interleave(repeats, dim=1)
         v = v_pool[slots].repeat_interleave(repeats, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q[start:end], k) / math.sqrt(head_dim)
+        scores = torch.einsum("qhd,khd->hqk", q[start:end], k) * scale
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         query_positions = torch.arange(context - (end - start), context)
         behind = query_positions[:, None] - positions[None, :]
         hidden = (behind < 0) | (behind >= window) if window else behind < 0
