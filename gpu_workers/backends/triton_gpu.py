@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from kernels.gpu.decode_attention import decode_attention
 from kernels.gpu.matmul import matmul
 from kernels.gpu.pack import PackedIntegers, largest_group, pack_integers
-from kernels.gpu.prefill_attention import prefill_attention
 from kernels.gpu.weight_only import weight_only_matmul
 
 from gpu_workers.backend import Backend, Compiled, LoadedWeight
@@ -36,6 +35,7 @@ from ipc.control import StartError
 from kernels.gpu.activation import gated_activation
 from kernels.gpu.embedding import embed
 from kernels.gpu.norm import add_rms_norm, rms_norm
+from kernels.gpu.prefill_attention import prefill_attention
 from kernels.gpu.rope import rope_and_write
 from kernels.gpu.tables import choose
 
@@ -222,8 +222,9 @@ class TritonBackend(Backend):
 
     def attention(self, q: torch.Tensor, kv: GpuKV, layer: int, batch: GpuBatch, window: int = 0) -> torch.Tensor:
         keys, values, key_scales, value_scales = kv.layer(layer)
-        tables = batch.block_tables
-        assert tables is not None, "a forward takes the block tables first"
+        tables, chunk_starts = batch.block_tables, batch.chunk_starts
+        assert tables is not None, "a forward makes what all layers share first"
+        assert chunk_starts is not None
         shared: dict[str, Any] = {
             "scale": q.shape[-1] ** -0.5,
             "window": window,
@@ -250,7 +251,7 @@ class TritonBackend(Backend):
                 keys,
                 values,
                 tables[decodes:],
-                batch.query_starts if self._deterministic else batch.chunk_starts,
+                batch.query_starts if self._deterministic else chunk_starts,
                 batch.context_lens[decodes:],
                 max_query_len=max(batch.longest_chunk, 1),
                 deterministic=self._deterministic,
