@@ -17,11 +17,12 @@ from gpu_workers.gpu_memory import GpuMemory
 from gpu_workers.grammars import Grammars
 from gpu_workers.runner import Runner
 from gpu_workers.step_loop import run_plans
+from gpu_workers.warm_up import warm_up
 from gpu_workers.weights.loader import load_model
 from ipc.channels import BlockingDealer
-from ipc.codec import Decoder, pack_ints
+from ipc.codec import Decoder
 from ipc.control import Control, StartError
-from ipc.engine_messages import NewRow, SamplingSpec, StepPlan, ToWorker, WorkerReady
+from ipc.engine_messages import ToWorker, WorkerReady
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,14 @@ class Worker:
         assert config.scheduler.max_step_tokens is not None
         control.stage("compiling kernels, warming up" if memory else "warming up")
         with taking("the largest step"):
-            self._warm_up(config.scheduler.max_step_tokens if memory else _WARM_UP_TOKENS)
+            warm_up(
+                self._make_runner,
+                tokens=config.scheduler.max_step_tokens if memory else _WARM_UP_TOKENS,
+                max_model_len=config.model.max_model_len or spec.arch.max_position,
+                num_blocks=spec.num_blocks,
+                block_size=config.scheduler.block_size,
+                thorough=backend.overlaps,
+            )
         self._runner = self._make_runner(config.scheduler.max_seqs)
         sequences = graph_buckets(settings.max_graph_seqs or 0)
         if sequences:
@@ -95,22 +103,6 @@ class Worker:
             if self._spec.index == 0
             else None,
         )
-
-    def _warm_up(self, tokens: int) -> None:
-        """A prefill of `tokens`, where the pool holds them, and a decode step, on blocks that nobody has filled yet."""
-        block_size = self._spec.config.scheduler.block_size
-        longest = self._spec.config.model.max_model_len or self._spec.arch.max_position
-        length = min(tokens, longest - 1, self._spec.num_blocks * block_size - 1)
-        if length < 1:
-            return
-        blocks = length // block_size + 1
-        count = min(tokens // length, self._spec.num_blocks // blocks)
-        runner = self._make_runner(count)
-        tables = [pack_ints(range(row * blocks, (row + 1) * blocks)) for row in range(count)]
-        rows = tuple(NewRow(row, pack_ints([0] * length), length, tables[row], SamplingSpec()) for row in range(count))
-        for step, (new, start, queries) in enumerate(((rows, 0, length), ((), length, 1))):
-            scheduled = pack_ints(value for row in range(count) for value in (row, start, queries, 1))
-            runner.execute(StepPlan(step, new, b"", b"", scheduled))
 
     def serve(self, stop: threading.Event) -> int:
         """Report for work, then carry out plans until `stop` is set (0) or something is beyond repair (1)."""
