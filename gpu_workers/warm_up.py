@@ -35,8 +35,8 @@ def warm_up(
 ) -> None:
     """Prefill `tokens` of as many requests as that takes, and decode, in blocks that nobody has filled yet.
 
-    Less where context or pool don't hold them. `make_runner` gives a runner of so many rows. `thorough`: of two requests
-    at least, with everything that sampling can be asked for, too, and a chunk beside a decode.
+    Less where context or pool don't hold them. `make_runner` gives a runner of so many rows. `thorough`: of two
+    requests at least, with everything that sampling can be asked for, too, and a chunk beside a decode.
     """
     length = min(tokens // 2 if thorough else tokens, max_model_len - 1, num_blocks * block_size - 1)
     if length < 1:
