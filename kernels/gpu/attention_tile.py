@@ -174,13 +174,19 @@ def _find_blocks(
     table, start, first_key, last_key, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """The blocks of the tile at `start`, a multiple of TILE: [TILE], or one number where no tile crosses blocks."""
-    keys = start + tl.arange(0, TILE)
     if BLOCK_SIZE % TILE == 0:
         blocks = tl.load(table + tl.maximum(tl.minimum(start, last_key), 0) // BLOCK_SIZE)
-    elif MASKED:
-        blocks = tl.load(table + keys // BLOCK_SIZE, mask=(keys >= first_key) & (keys <= last_key), other=0)
     else:
-        blocks = tl.load(table + keys // BLOCK_SIZE)
+        offsets = tl.arange(0, TILE)
+        if TILE % BLOCK_SIZE == 0:
+            entries = table + start // BLOCK_SIZE + offsets // BLOCK_SIZE
+        else:
+            entries = table + (start + offsets) // BLOCK_SIZE
+        if MASKED:
+            readable = (start + offsets >= first_key) & (start + offsets <= last_key)
+            blocks = tl.load(entries, mask=readable, other=0)
+        else:
+            blocks = tl.load(entries)
     return blocks
 
 

@@ -25,5 +25,5 @@ def _convert(values: np.ndarray, source: Any, target: Any, rounding_mode: Any) -
         rounded = torch.from_numpy(np.array(values)).to(torch.bfloat16)
         return rounded.view(torch.int16).numpy().view(np.uint16)
     if source == tl.bfloat16 and target == tl.float32:
-        return np.left_shift(values, 16, dtype=np.uint32)
+        return np.left_shift(values, 16, dtype=np.uint32).reshape(values.shape)
     return _by_itself(values, source, target, rounding_mode)

@@ -2,7 +2,8 @@
 
 A row is one program, whose block and warps depend on the row's width alone, so its sum of squares is added in the same
 order whatever the other rows are: this is the norm of `--deterministic`, too. All variants of a width have the same
-settings, and products and sums are not fused, so that a row has the same bits with and without quantization.
+settings, and products and sums are not fused, so that a row has the same bits with and without quantization. (Triton
+distributes a row over threads by its alignment: what is compared has rows that begin at multiples of 16 bytes, or not.)
 
 Sums are in float32. What the weight is multiplied with is rounded to the weight's dtype before, and the product after,
 as bfloat16 models are trained and published. The elements of a row are adjacent, rows may be apart.

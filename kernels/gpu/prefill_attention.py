@@ -2,6 +2,12 @@
 
 FlashAttention-2 (Dao 2023) with the keys and values of a tile gathered through the block table. The query heads of a KV
 head are rows of one matrix, token by token, so that few tokens fill it too and a key is read once for all of them.
+
+The tables' settings were chosen by counting, on no device. On sm_90 a prompt of 8192 tokens of Llama-3.1-8B (D = 128)
+is 550 GFLOP a layer: 0.56 ms at the 989 TFLOP/s of an H200's tensor cores in bfloat16. Its products of 128 rows with
+128 keys take them 2048 cycles, and the warps' 552 instructions take a multiprocessor's four schedulers 1104: from 65%
+of that peak, where nothing overlaps, to near it. With D = 64 (128 rows, 64 keys) products take 512 cycles, instructions
+540 and exponentials alone 512: 49% to 95%. Two thread blocks of D = 64 fit a multiprocessor, and one of D = 128.
 """
 
 import torch
@@ -14,6 +20,18 @@ from kernels.gpu.numbers import as_bytes, native_e4m3
 from kernels.gpu.tables import choose
 
 _SEARCHED = tl.constexpr(256)  # sequences looked at in one go
+_ENOUGH_PROGRAMS = 1024  # several for each multiprocessor: no need to split sequences
+
+
+def choice(head_dim: int, kv_dtype: torch.dtype, rows: int, *, deterministic: bool) -> tuple[str, dict[str, int]]:
+    """The kernel's name in the tables of settings, and what these are chosen by; `rows` of a KV head, at most.
+
+    Where bits must not depend on the batch, nor may settings.
+    """
+    shape = {"head_dim": head_dim, "kv_bytes": kv_dtype.itemsize}
+    return (
+        ("prefill_attention_deterministic", shape) if deterministic else ("prefill_attention", shape | {"rows": rows})
+    )
 
 
 def prefill_attention(
@@ -48,12 +66,12 @@ def prefill_attention(
     block_tables [B, blocks of a sequence], query_starts [B + 1], from 0, and context_lens [B] are int32, on the device.
 
     `max_query_len` and `max_context` bound the sequences' query and context lengths. With `max_context` (0: not known)
-    sequences of one query, and all of them where none has many, are split over programs by segments of keys.
+    few sequences of few queries are split over programs by segments of keys.
 
-    `deterministic`: the bits of a row don't depend on the batch, nor on how its prompt is chunked, nor on max_context. Rows
-    are independent in every product; key tiles count from position 0, and so do the segments, whose results are merged
-    in order by the same operations within a program and in `_combine`. tests/kernels/gpu/test_prefill_attention.py
-    shows it under the interpreter, whose products are numpy's, and with the tensor cores' where there is a GPU.
+    `deterministic`: a row's bits don't depend on the batch, on how its prompt is chunked, or on `max_context`. Rows are
+    independent in every product; one set of block sizes is used for all; tiles of keys count from position 0, and so do
+    segments, whose results are merged in order and by the same operations in a program and in `_combine`. The tests
+    compare bits under the interpreter, whose products are numpy's, and with tensor cores where there is a GPU.
     """
     num_tokens, num_heads, head_dim = q.shape
     if head_dim % 16 or head_dim > 256:
@@ -63,11 +81,8 @@ def prefill_attention(
     repeats = num_heads // num_groups
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    shape = {"head_dim": head_dim, "kv_bytes": k_pool.dtype.itemsize}
-    if deterministic:
-        settings = choose("prefill_attention_deterministic", **shape)
-    else:
-        settings = choose("prefill_attention", rows=max_query_len * repeats, **shape)
+    kernel, shape = choice(head_dim, k_pool.dtype, max_query_len * repeats, deterministic=deterministic)
+    settings = choose(kernel, **shape)
     block_m, segment = settings["BLOCK_M"], settings["SEGMENT"]
     factor, inner = score_factors(scale, soft_cap)
     tensors = (q, as_bytes(k_pool), as_bytes(v_pool), k_scales, v_scales, block_tables, query_starts, context_lens)
@@ -86,10 +101,8 @@ def prefill_attention(
         "fp_fusion": False,
         **{name: value for name, value in settings.items() if name not in ("BLOCK_M", "TILE", "SEGMENT")},
     }
-    split_tokens = 0  # sequences up to this many queries are split
-    if max_context > segment:
-        split_tokens = max_query_len if max_query_len * repeats <= block_m else 1
-    if max_query_len > split_tokens:
+    small = max_query_len * repeats <= block_m and num_sequences * num_groups < _ENOUGH_PROGRAMS
+    if max_context <= segment or not small:
         launch(
             _prefill,
             (num_tokens * repeats // block_m + num_sequences, num_groups),
@@ -97,50 +110,49 @@ def prefill_attention(
             out,
             *strides,
             num_sequences,
-            split_tokens,
             window,
             factor,
             inner,
             SEGMENT=segment if deterministic else 0,
             **constants,
         )
-    if split_tokens:
-        segments = cdiv(max_context, segment)
-        partial = (num_sequences * split_tokens, num_heads, segments)
-        values = torch.empty((*partial, head_dim), dtype=torch.float32, device=q.device)
-        weights = torch.empty((*partial, 2), dtype=torch.float32, device=q.device)
-        launch(
-            _prefill_segment,
-            (num_sequences * cdiv(split_tokens * repeats, block_m), num_groups, segments),
-            *tensors,
-            values,
-            weights,
-            *strides,
-            split_tokens,
-            window,
-            factor,
-            inner,
-            SEGMENT=segment,
-            **constants,
-        )
-        launch(
-            _combine,
-            (num_sequences * split_tokens, num_groups),
-            values,
-            weights,
-            query_starts,
-            context_lens,
-            out,
-            split_tokens,
-            segments,
-            window,
-            REPEATS=repeats,
-            ROWS=triton.next_power_of_2(repeats),
-            HEAD_DIM=head_dim,
-            WIDTH=triton.next_power_of_2(head_dim),
-            SEGMENT=segment,
-            fp_fusion=False,
-        )
+        return out
+    segments = cdiv(max_context, segment)
+    places = (num_sequences * max_query_len, num_heads, segments)
+    states = torch.empty((*places, 2), dtype=torch.float32, device=q.device)
+    values = torch.empty((*places, head_dim), dtype=torch.float32, device=q.device)
+    launch(
+        _prefill_segment,
+        (num_sequences, num_groups, segments),
+        *tensors,
+        states,
+        values,
+        *strides,
+        max_query_len,
+        window,
+        factor,
+        inner,
+        SEGMENT=segment,
+        **constants,
+    )
+    launch(
+        _combine,
+        (num_sequences * max_query_len, num_groups),
+        states,
+        values,
+        query_starts,
+        context_lens,
+        out,
+        max_query_len,
+        segments,
+        window,
+        REPEATS=repeats,
+        ROWS=triton.next_power_of_2(repeats),
+        HEAD_DIM=head_dim,
+        WIDTH=triton.next_power_of_2(head_dim),
+        SEGMENT=segment,
+        fp_fusion=False,
+    )
     return out
 
 
@@ -158,15 +170,31 @@ def _sequence_of(tile, query_starts, num_sequences, REPEATS: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _rows_of(tile, num_queries, context, REPEATS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of a tile's rows: (query, head of the group, position, whether it exists), and the first and last position."""
+def _lengths_of(sequence, query_starts, context_lens, AGAIN: tl.constexpr):
+    """(its first row of q, queries, context). AGAIN: read them again, though they are known.
+
+    What is computed from these before the loop over keys and after it then takes up no registers in between.
+    """
+    start = tl.load(query_starts + sequence, volatile=AGAIN)
+    end = tl.load(query_starts + sequence + 1, volatile=AGAIN)
+    return start, end - start, tl.load(context_lens + sequence, volatile=AGAIN)
+
+
+@triton.jit
+def _rows_of(tile, num_queries, REPEATS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(query, head of the group, whether it exists) of a tile's rows."""
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     queries = rows // REPEATS
+    return queries, rows % REPEATS, queries < num_queries
+
+
+@triton.jit
+def _positions_of(tile, queries, num_queries, context, REPEATS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(position of each of a tile's rows, the first, the last); rows that don't exist are at the sequence's end."""
     before = context - num_queries
-    positions = tl.minimum(before + queries, context - 1)
-    first_position = before + tile * BLOCK_M // REPEATS
-    last_position = tl.minimum(before + (tile * BLOCK_M + BLOCK_M - 1) // REPEATS, context - 1)
-    return queries, rows % REPEATS, positions, queries < num_queries, first_position, last_position
+    first = before + tile * BLOCK_M // REPEATS
+    last = tl.minimum(before + (tile * BLOCK_M + BLOCK_M - 1) // REPEATS, context - 1)
+    return tl.minimum(before + queries, context - 1), first, last
 
 
 @triton.jit
@@ -179,30 +207,27 @@ def _load_queries(
     return tl.load(pointers, mask=exists[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_sequences", "split_tokens", "window"])
+@triton.jit(do_not_specialize=["table_stride", "num_sequences", "window"])
 def _prefill(
     q, k_pool, v_pool, k_scales, v_scales, block_tables, query_starts, context_lens, out, q_stride, q_head_stride,
-    block_stride, head_stride, table_stride, num_sequences, split_tokens, window, factor, inner,
+    block_stride, head_stride, table_stride, num_sequences, window, factor, inner,
     REPEATS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr, SCALED: tl.constexpr, SOFT_CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tile of queries, KV head), over all keys. Skips sequences of up to `split_tokens` queries.
+    """Programs (tile of queries, KV head), over all keys.
 
     With SEGMENT each segment of keys has a state of its own, merged into the row's.
     """
     sequence, tile = _sequence_of(tl.program_id(0), query_starts, num_sequences, REPEATS, BLOCK_M)
-    start = tl.load(query_starts + sequence)
-    num_queries = tl.load(query_starts + sequence + 1) - start
-    context = tl.load(context_lens + sequence)
+    start, num_queries, context = _lengths_of(sequence, query_starts, context_lens, False)
     num_tiles = tl.cdiv(num_queries * REPEATS, BLOCK_M)
-    if (tile >= num_tiles) | (num_queries <= split_tokens):
+    if tile >= num_tiles:
         return
+    tile = num_tiles - 1 - tile  # the last queries see the most keys: those begin first
     group = tl.program_id(1)
-    # The last queries see the most keys: those begin first.
-    queries, heads, positions, exists, first_position, last_position = _rows_of(
-        num_tiles - 1 - tile, num_queries, context, REPEATS, BLOCK_M
-    )
+    queries, heads, exists = _rows_of(tile, num_queries, REPEATS, BLOCK_M)
+    positions, first_position, last_position = _positions_of(tile, queries, num_queries, context, REPEATS, BLOCK_M)
     tokens, heads = start + queries, group * REPEATS + heads
     rows = _load_queries(q, tokens, heads, exists, q_stride, q_head_stride, HEAD_DIM, WIDTH)
     table = block_tables + sequence.to(tl.int64) * table_stride
@@ -229,13 +254,8 @@ def _prefill(
             block_stride, scale_stride, window, factor, inner, HEAD_DIM, BLOCK_SIZE, TILE, SCALED, SOFT_CAPPED,
             WINDOWED, NATIVE,
         )  # fmt: skip
-    # Read and computed again, so that none of it takes up registers meanwhile.
-    start = tl.load(query_starts + sequence, volatile=True)
-    num_queries = tl.load(query_starts + sequence + 1, volatile=True) - start
-    tile = tl.cdiv(num_queries * REPEATS, BLOCK_M) - 1 - tile
-    queries, heads, positions, exists, first_position, last_position = _rows_of(
-        tile, num_queries, context, REPEATS, BLOCK_M
-    )
+    start, num_queries, context = _lengths_of(sequence, query_starts, context_lens, True)
+    queries, heads, exists = _rows_of(tile, num_queries, REPEATS, BLOCK_M)
     columns = tl.arange(0, WIDTH)
     places = ((start + queries).to(tl.int64) * (tl.num_programs(1) * REPEATS) + group * REPEATS + heads) * HEAD_DIM
     tl.store(
@@ -245,39 +265,33 @@ def _prefill(
     )
 
 
-@triton.jit(do_not_specialize=["table_stride", "split_tokens", "window"])
+@triton.jit(do_not_specialize=["table_stride", "max_queries", "window"])
 def _prefill_segment(
-    q, k_pool, v_pool, k_scales, v_scales, block_tables, query_starts, context_lens, partial_values, partial_weights,
-    q_stride, q_head_stride, block_stride, head_stride, table_stride, split_tokens, window, factor, inner,
+    q, k_pool, v_pool, k_scales, v_scales, block_tables, query_starts, context_lens, states, partial_values,
+    q_stride, q_head_stride, block_stride, head_stride, table_stride, max_queries, window, factor, inner,
     REPEATS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr, SCALED: tl.constexpr, SOFT_CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tile of queries, KV head, segment of keys), of sequences of up to `split_tokens` queries.
+    """Programs (sequence, KV head, segment of keys), of sequences whose queries are one tile.
 
-    Writes the state of query t of sequence i at row i * split_tokens + t of partial_values [rows, H, segments, D], and
-    (largest, total) in partial_weights [rows, H, segments, 2]. Segments that a tile doesn't see are not written.
+    Writes the state of query t of sequence i at row i * max_queries + t of partial_values [rows, H, segments, D], and
+    (largest, total) in states [rows, H, segments, 2]. Segments that the tile doesn't see are not written.
     """
-    tiles = tl.cdiv(split_tokens * REPEATS, BLOCK_M)
-    sequence = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    start = tl.load(query_starts + sequence)
-    num_queries = tl.load(query_starts + sequence + 1) - start
-    context = tl.load(context_lens + sequence)
-    if (tile * BLOCK_M >= num_queries * REPEATS) | (num_queries > split_tokens):
+    sequence = tl.program_id(0)
+    start, num_queries, context = _lengths_of(sequence, query_starts, context_lens, False)
+    if num_queries == 0:
         return
     group = tl.program_id(1)
-    queries, heads, positions, exists, first_position, last_position = _rows_of(
-        tile, num_queries, context, REPEATS, BLOCK_M
-    )
-    segment = tl.program_id(2)
-    begin = segment * SEGMENT
+    queries, heads, exists = _rows_of(0, num_queries, REPEATS, BLOCK_M)
+    positions, first_position, last_position = _positions_of(0, queries, num_queries, context, REPEATS, BLOCK_M)
+    begin = tl.program_id(2) * SEGMENT
     if begin > last_position:
         return
     if WINDOWED and begin + SEGMENT <= first_position - window + 1:
         return
-    heads = group * REPEATS + heads
-    rows = _load_queries(q, start + queries, heads, exists, q_stride, q_head_stride, HEAD_DIM, WIDTH)
+    tokens, heads = start + queries, group * REPEATS + heads
+    rows = _load_queries(q, tokens, heads, exists, q_stride, q_head_stride, HEAD_DIM, WIDTH)
     table = block_tables + sequence.to(tl.int64) * table_stride
     k, v = k_pool + group.to(tl.int64) * head_stride, v_pool + group.to(tl.int64) * head_stride
     scale_stride = tl.num_programs(1) * BLOCK_SIZE
@@ -289,31 +303,32 @@ def _prefill_segment(
         block_stride, scale_stride, window, factor, inner, HEAD_DIM, BLOCK_SIZE, TILE, SCALED, SOFT_CAPPED, WINDOWED,
         NATIVE,
     )  # fmt: skip
+    start, num_queries, context = _lengths_of(sequence, query_starts, context_lens, True)
+    queries, heads, exists = _rows_of(0, num_queries, REPEATS, BLOCK_M)
     columns = tl.arange(0, WIDTH)
-    places = (sequence * split_tokens + queries).to(tl.int64) * (tl.num_programs(1) * REPEATS) + heads
-    places = places * tl.num_programs(2) + segment
+    places = (sequence * max_queries + queries).to(tl.int64) * (tl.num_programs(1) * REPEATS) + group * REPEATS + heads
+    places = places * tl.num_programs(2) + tl.program_id(2)
     tl.store(
         partial_values + (places * HEAD_DIM)[:, None] + columns[None, :],
         values,
         mask=exists[:, None] & (columns < HEAD_DIM)[None, :],
     )
-    tl.store(partial_weights + places * 2, largest, mask=exists)
-    tl.store(partial_weights + places * 2 + 1, total, mask=exists)
+    tl.store(states + places * 2, largest, mask=exists)
+    tl.store(states + places * 2 + 1, total, mask=exists)
 
 
-@triton.jit(do_not_specialize=["split_tokens", "segments", "window"])
+@triton.jit(do_not_specialize=["max_queries", "segments", "window"])
 def _combine(
-    partial_values, partial_weights, query_starts, context_lens, out, split_tokens, segments, window,
+    states, partial_values, query_starts, context_lens, out, max_queries, segments, window,
     REPEATS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Programs (row of the partial results, KV head): merges what `_prefill_segment` wrote, in the order of keys."""
-    sequence = tl.program_id(0) // split_tokens
-    query = tl.program_id(0) % split_tokens
-    start = tl.load(query_starts + sequence)
-    num_queries = tl.load(query_starts + sequence + 1) - start
-    if (query >= num_queries) | (num_queries > split_tokens):
+    """Programs (row of the states, KV head): merges what `_prefill_segment` wrote, in the order of keys."""
+    sequence = tl.program_id(0) // max_queries
+    query = tl.program_id(0) % max_queries
+    start, num_queries, context = _lengths_of(sequence, query_starts, context_lens, False)
+    if query >= num_queries:
         return
-    position = tl.load(context_lens + sequence) - num_queries + query
+    position = context - num_queries + query
     first_key = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
     num_heads = tl.num_programs(1) * REPEATS
     heads = tl.arange(0, ROWS)
@@ -325,8 +340,8 @@ def _combine(
     largest, total, values = empty_state(ROWS, WIDTH)
     for segment in tl.range(first_key // SEGMENT, position // SEGMENT + 1):
         at = places + segment
-        more_largest = tl.load(partial_weights + at * 2, mask=exists, other=0.0)
-        more_total = tl.load(partial_weights + at * 2 + 1, mask=exists, other=1.0)
+        more_largest = tl.load(states + at * 2, mask=exists, other=0.0)
+        more_total = tl.load(states + at * 2 + 1, mask=exists, other=1.0)
         more_values = tl.load(partial_values + (at * HEAD_DIM)[:, None] + columns[None, :], mask=mask, other=0.0)
         largest, total, values = merge(largest, total, values, more_largest, more_total, more_values)
     places = ((start + query).to(tl.int64) * num_heads + heads) * HEAD_DIM

@@ -22,7 +22,7 @@ SEEDS = st.integers(0, 1 << 30)
 WIDTHS = st.one_of(st.integers(1, 300), st.sampled_from([1024, 1030]))
 
 
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(
     seed=SEEDS,
     tokens=st.integers(1, 4),
@@ -45,7 +45,7 @@ def test_activation_with_and_without_a_bias(
     assert torch.equal(bias_activation(x, offset, kind), out)
 
 
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(
     seed=SEEDS,
     tokens=st.integers(1, 4),
@@ -70,7 +70,7 @@ def test_gated_activation(
     assert torch.equal(gated_activation(gate_up, kind, bias=offset), out)
 
 
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(
     seed=SEEDS,
     tokens=st.integers(1, 3),

@@ -13,7 +13,7 @@ from tests.kernels.gpu.rows import QUANTIZED, apart, assert_quantized, bits, nor
 IN_PIECES = {"BLOCK": 64, "num_warps": 1}
 
 
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 1 << 30),
     tokens=st.integers(1, 4),

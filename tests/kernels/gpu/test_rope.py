@@ -79,7 +79,8 @@ class Pools:
         return True
 
 
-@settings(max_examples=25)
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # numpy's, of zeros beyond the heads
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1 << 30),
     heads=HEADS,
