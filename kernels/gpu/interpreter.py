@@ -1,7 +1,8 @@
 """Triton's interpreter, made to convert between float32 and bfloat16 as devices do.
 
-By itself (triton 3.6 to 3.9) it cuts off the last 16 bits, where devices round to the nearest number: that makes all
-results in bfloat16 too small by half a step, and hides in which order a kernel rounds. Nor does it know subnormals.
+By itself (seen in triton 3.9) it cuts off the last 16 bits, where devices round to the nearest number: that makes all
+results in bfloat16 too small, by half a step on average, and hides in which order a kernel rounds. Nor does it know
+subnormals.
 """
 
 from typing import Any
