@@ -19,6 +19,7 @@ CANDIDATES = 4096  # enough for nearly every distribution; where it is not, more
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 UNIT = tl.constexpr(2.0**44)
+GREEDY_BELOW = tl.constexpr(1e-5)  # as a temperature, like that of `gpu_workers.sampling`
 
 
 class Workspace(NamedTuple):
@@ -60,12 +61,12 @@ class Workspace(NamedTuple):
 def exponent_scale(temperature, row):
     """What differences of a row's logits are multiplied by to be exponents of 2.
 
-    Where the temperature is 0, and where there are none at all, that of temperature 1.
+    Of greedy rows, and where there are no temperatures, that of temperature 1.
     """
     of_row = tl.full((), 1.0, tl.float32)
     if temperature is not None:
         given = tl.load(temperature + row)
-        of_row = tl.where(given == 0, of_row, given)
+        of_row = tl.where(given < GREEDY_BELOW, of_row, given)
     return tl.div_rn(tl.full((), LOG2_E, tl.float32), of_row)
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from kernels.gpu.block_statistics import (
     BLOCK,
+    GREEDY_BELOW,
     Workspace,
     exponent_scale,
     is_finite,
@@ -42,7 +43,7 @@ def _bound_candidates(
     of_blocks, any_nan = load_largest(largest, row, num_blocks, TILE)
     best = tl.max(of_blocks, 0)
     bound = tl.full((), float("inf"), tl.float32)
-    if (tl.load(temperature + row) > 0) & is_finite(best, any_nan):
+    if (tl.load(temperature + row) >= GREEDY_BELOW) & is_finite(best, any_nan):
         scale = exponent_scale(temperature, row)
         block_weights = load_weights(weights, row, of_blocks, best, scale, num_blocks)
         count = tl.load(top_k + row).to(tl.int32)

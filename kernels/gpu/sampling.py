@@ -18,6 +18,7 @@ import triton.language as tl
 
 from kernels.gpu.block_statistics import (
     BLOCK,
+    GREEDY_BELOW,
     UNIT,
     Workspace,
     exponent_scale,
@@ -99,7 +100,7 @@ def _choose_tokens(
     of_blocks, any_nan = load_largest(largest, row, num_blocks, TILE)
     best = tl.max(of_blocks, 0)
     token_id = tl.full((), -1, tl.int32)
-    if tl.load(temperature + row) == 0:
+    if tl.load(temperature + row) < GREEDY_BELOW:
         token_id = tl.where(any_nan, -1, _best_id(logits, of_blocks, vocab_size, BLOCK))
     elif is_finite(best, any_nan):
         scale = exponent_scale(temperature, row)
@@ -152,6 +153,7 @@ def _choose_tokens(
                     weights + row * num_blocks,
                     best,
                     scale,
+                    bound,
                     smallest_logit,
                     smallest_weight,
                     vocab_size,
@@ -188,6 +190,7 @@ def _weigh_kept(
     weights,
     best,
     scale,
+    bound,
     smallest_logit,
     smallest_weight,
     vocab_size,
@@ -195,12 +198,10 @@ def _weigh_kept(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Overwrite the blocks' sums of weights by those of what the filters keep."""
+    """Overwrite the blocks' sums of weights by those of what the filters keep, which reaches `bound`."""
     tl.debug_barrier()  # what was there has been read
     for start in range(0, num_blocks, BLOCKS):
-        number, of_blocks, _, x = load_blocks(
-            logits, largest, start, smallest_logit, vocab_size, num_blocks, BLOCK, BLOCKS
-        )
+        number, of_blocks, _, x = load_blocks(logits, largest, start, bound, vocab_size, num_blocks, BLOCK, BLOCKS)
         finite = tl.where(of_blocks == float("-inf"), 0.0, of_blocks)
         kept = _kept_weights(x, finite[:, None], best, scale, smallest_logit, smallest_weight)
         tl.store(weights + number, tl.sum(kept, 1), mask=number < num_blocks)
@@ -363,10 +364,10 @@ def choose_tokens(
 ) -> torch.Tensor:
     """Token ids [S] int32 by temperature, filters and draw from `logits` [S, V] (float32, bfloat16 or float16).
 
-    Settings, one a row: `temperature` float32, 0 is greedy; `top_k` int32 or int64, 0 is off; `top_p` float64 or
-    float32, 1 is off; `min_p` float32, 0 is off; `uniforms` float64 in (0, 1). A token is the first in vocabulary order
-    at which the running sum of weights exceeds the uniform number times their total. -1 in rows with a NaN, and where
-    the temperature isn't 0 also in rows whose best logit is infinite.
+    Settings, one a row: `temperature` float32, below 1e-5 is greedy; `top_k` int32 or int64, 0 is off; `top_p` float64
+    or float32, 1 is off; `min_p` float32, 0 is off; `uniforms` float64 in (0, 1). A token is the first in vocabulary
+    order at which the running sum of weights exceeds the uniform number times their total. -1 in rows with a NaN, and,
+    where they aren't greedy, in those whose best logit is infinite.
     """
     num_rows, vocab_size, num_blocks = _shape(logits)
     space = workspace or Workspace.allocate(num_rows, vocab_size, logits.device)

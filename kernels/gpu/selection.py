@@ -77,7 +77,7 @@ def load_candidates(candidates, found, CANDIDATES: tl.constexpr):
 
 
 @triton.jit
-def count_and_weigh(
+def _count_and_weigh(
     logits, largest, limit, best, scale, vocab_size, num_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """(Number int32, weight int64) of the row's logits that reach `limit`: a pass over it."""
@@ -133,7 +133,11 @@ def find_limits(
         )
         smallest_logit = bound
         if top_p < 1:
-            _, total = count_and_weigh(logits, largest, bound, best, scale, vocab_size, num_blocks, BLOCK, BLOCKS)
+            if found > CANDIDATES:
+                _, total = _count_and_weigh(logits, largest, bound, best, scale, vocab_size, num_blocks, BLOCK, BLOCKS)
+            else:
+                x = load_candidates(candidates, found, CANDIDATES)
+                total = tl.sum(tl.where(x >= bound, weigh(x, best, scale), 0), 0)
     if top_p < 1:
         limit = _find_limit(
             logits,
@@ -198,7 +202,7 @@ def _find_limit(
             if step < _LINEAR_STEPS:
                 middle = _key(0.5 * _value(low_key) + 0.5 * _value(high_key))
             middle = tl.minimum(tl.maximum(middle, low_key + 1), high_key - 1)
-            count, weight = count_and_weigh(
+            count, weight = _count_and_weigh(
                 logits, largest, _value(middle), best, scale, vocab_size, num_blocks, BLOCK, BLOCKS
             )
             if COUNT:

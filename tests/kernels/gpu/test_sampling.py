@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpu_workers.noise import uniform
-from gpu_workers.sampling import SamplingBatch
+from gpu_workers.sampling import GREEDY_BELOW, SamplingBatch
 from gpu_workers.sampling import choose_tokens as defined_choice
 from kernels import reference
 from kernels.gpu.block_statistics import Workspace
@@ -80,7 +80,7 @@ def chosen(logits: torch.Tensor, batch: SamplingBatch, workspace: Workspace | No
 
 def possible(logits: torch.Tensor, row: Settings, u: float) -> set[int]:
     """The tokens that float64 gives when limits and draw are moved by as much as float32 sums may be wrong."""
-    if row.temperature == 0:
+    if row.temperature < GREEDY_BELOW:
         return {int(logits.numpy().argmax())}
     found = set()
     for of_top_p in (1 - CLOSE, 1, 1 + CLOSE):
@@ -105,7 +105,7 @@ def assert_possible(ids: NDArray[np.int32], logits: torch.Tensor, rows: list[Set
 
 row_settings = st.builds(
     Settings,
-    temperature=st.just(0.0) | st.sampled_from([0.0625, 0.7, 1.0, 3.0]),
+    temperature=st.sampled_from([0.0, 0.9e-5, 0.0625, 0.7, 1.0, 3.0]),
     top_k=st.sampled_from([0, 0, 1, 7, 40, 1000]),
     top_p=st.sampled_from([1.0, 1.0, 0.0, 0.3, 0.9, 0.9999]),
     min_p=st.sampled_from([0.0, 0.0, 0.05, 1.0]),
@@ -119,11 +119,12 @@ row_settings = st.builds(
     seed=seeds,
     scale=st.sampled_from([0.05, 1.0, 4.0, 30.0]),
     step=st.sampled_from([0.0, 0.5]),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
 )
 @settings(max_examples=25)
-def test_tokens_are_those_that_the_filters_keep_and_the_draw_hits(vocab, rows, seed, scale, step):
-    logits = random_logits(len(rows), vocab, seed, scale, step)
-    assert_possible(chosen(in_wider_rows(logits), batch_of(rows)), logits, rows)
+def test_tokens_are_those_that_the_filters_keep_and_the_draw_hits(vocab, rows, seed, scale, step, dtype):
+    logits = random_logits(len(rows), vocab, seed, scale, step).to(dtype)
+    assert_possible(chosen(in_wider_rows(logits), batch_of(rows)), logits.float(), rows)
 
 
 ALL_FILTERS = [
@@ -132,17 +133,21 @@ ALL_FILTERS = [
     Settings(top_k=300, top_p=0.8, seed=3),
     Settings(top_p=0.95, min_p=0.01, temperature=0.7, seed=4),
     Settings(min_p=0.2, seed=5),
-    Settings(seed=6),
+    Settings(top_k=300, top_p=0.99, min_p=0.4, seed=6),
+    Settings(seed=7),
     Settings(temperature=0.0),
 ]
 
 
+@pytest.mark.parametrize("num_candidates", [16, 2048])
 @pytest.mark.parametrize(("scale", "step"), [(0.0, 0.0), (0.01, 0.0), (1.0, 0.0), (1.0, 0.25)])
-def test_more_candidates_than_their_list_holds(scale, step):
+def test_more_candidates_than_their_list_holds_and_fewer(num_candidates, scale, step):
     logits = random_logits(len(ALL_FILTERS), 1500, 11, scale, step)
-    space = Workspace.allocate(len(ALL_FILTERS), 1500, DEVICE, num_candidates=16)
+    larger = Workspace.allocate(len(ALL_FILTERS) + 1, 2000, DEVICE, num_candidates)
+    space = Workspace(*(poisoned(*part.shape, dtype=part.dtype) for part in larger))
     assert_possible(chosen(logits, batch_of(ALL_FILTERS), space), logits, ALL_FILTERS)
-    assert (space.found[:5] > 16).all()
+    assert (space.found[:6] > 16).all()
+    assert (space.found[:6] <= 1500).all()
 
 
 def test_a_token_is_the_same_alone_and_in_any_batch_and_with_any_settings():
@@ -205,7 +210,7 @@ def test_rows_without_a_distribution_have_no_token(value):
         logits[:-1, 200] = value
     greedy = {torch.nan: -1, torch.inf: 200, -torch.inf: 0}[value]
     ids = chosen(logits, batch_of([*ALL_FILTERS, Settings()]))
-    assert ids.tolist() == [-1] * 6 + [greedy, expected[-1]]
+    assert ids.tolist() == [-1] * 7 + [greedy, expected[-1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
