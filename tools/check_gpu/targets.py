@@ -15,7 +15,8 @@ class Target:
     """`labels`: globs of the cases that it is for, as far as they move `least_bytes`.
 
     `of`: what must be at least `least`. "fraction": of the limit that binds; "speedup": the rival's time over the
-    case's; "pair": the same with the case whose label has `pair`'s second text in the place of the first as the rival.
+    case's, where it has one; "pair": the same with another case as the rival, whose label has `pair`'s second text in
+    the place of the first.
     """
 
     text: str
@@ -26,7 +27,9 @@ class Target:
     least_bytes: float = 0.0
 
     def holds_for(self, case: Case) -> bool:
-        return case.num_bytes >= self.least_bytes and any(fnmatchcase(case.label, glob) for glob in self.labels)
+        if case.num_bytes < self.least_bytes or (self.of == "speedup" and not case.rival):
+            return False
+        return any(fnmatchcase(case.label, glob) for glob in self.labels)
 
     def value(self, case: Case, measured: Mapping[str, Measured]) -> float | None:
         """What is compared with `least`; None where it was not measured."""
@@ -126,6 +129,43 @@ TARGETS = (
         0.85,
         least_bytes=64e6,
     ),
+    Target(
+        "prefill attention, head_dim 64: 0.9 of cuDNN SDPA",
+        ("prefill_attention/Llama-3.2-1B *", "prefill_attention/SmolLM2-135M *"),
+        "speedup",
+        0.9,
+    ),
+    Target(
+        "prefill attention, head_dim 128: 0.75 of cuDNN SDPA",
+        ("prefill_attention/Llama-3.1-8B *", "prefill_attention/Qwen2.5-1.5B *"),
+        "speedup",
+        0.75,
+    ),
+    Target(
+        "decode attention, batch from 64 and context from 2k on: 0.8 of copy bandwidth",
+        tuple(f"decode_attention/* {size} bfloat16*" for size in ("64x2048", "64x4096", "128x2048", "256x2048")),
+        "fraction",
+        0.8,
+    ),
+    Target("decode attention: as fast as flex attention over paged KV", ("decode_attention/*",), "speedup", 1.0),
+    Target(
+        "decode attention, FP8 KV at 8k: at most 0.65 of the time of bfloat16",
+        ("decode_attention/* 32x8192 float8",),
+        "pair",
+        1 / 0.65,
+        ("float8", "bfloat16"),
+    ),
+    *(
+        Target(f"INT4 weights, M = {m}: {least} times cuBLAS", (f"weight_only/square * m={m} int4*",), "speedup", least)
+        for m, least in ((1, 2.5), (16, 2.0), (64, 1.2))
+    ),
+    Target(
+        "FP8 products, M up to 16: 1.2 times torch._scaled_mm",
+        ("scaled_matmul/* m=1 float8", "scaled_matmul/* m=16 float8"),
+        "speedup",
+        1.2,
+    ),
+    Target("FP8 products, M = 4096: 0.8 of torch._scaled_mm", ("scaled_matmul/* m=4096 float8",), "speedup", 0.8),
 )
 STEP_TARGETS = (
     StepTarget("decode step, batch 1: its kernels' times over its time at least 1 / 1.2", 1, _of_kernels, 1 / 1.2),

@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 
 from config.output_files import check_output
@@ -18,7 +19,7 @@ from kernels.gpu.tables import entries
 from tools.arguments import count, tool_parser
 from tools.bench_kernels.command import say, write_json
 from tools.bench_kernels.limits import usable_cores
-from tools.compile_kernels.compiled import Report, Row, compile_cases, report, settings_text
+from tools.compile_kernels.compiled import Report, Row, compile_cases, report, settings
 from tools.gpu_kernels.registry import families, first_of_each_kernel, load_cases
 from tools.simulate.table import render
 
@@ -35,6 +36,7 @@ case     the first one that runs it; dtypes are not among the constants
 Needs no GPU. What was compiled is kept in Triton's cache (TRITON_CACHE_DIR, or ~/.triton/cache).
 Exit status: 0, or 1 when there is an error.
 """
+_HEADER = ("regs", "spilled", "shared", "of limit", "case")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,22 +97,21 @@ def _text(found: Report, architectures: Sequence[str]) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    return render(
-        ["regs", "spilled", "shared", "of limit", "case"],
-        [
-            (
-                f"{row.compiled.kernel} {settings_text(row.compiled)}",
-                [
-                    str(row.compiled.registers),
-                    str(row.compiled.spilled_bytes),
-                    f"{row.compiled.shared_bytes:,}",
-                    f"{row.compiled.shared_bytes / row.limit:.0%}",
-                    row.label,
-                ],
-            )
-            for row in rows
-        ],
-    )
+    """A line a machine code, under its kernel and what all codes of that one have in common."""
+    lines: list[tuple[str, list[str]]] = []
+    for kernel, group in groupby(rows, lambda row: row.compiled.kernel):
+        codes = [(row, settings(row.compiled)) for row in group]
+        common = [text for text in codes[0][1] if all(text in texts for _, texts in codes)]
+        lines.append((f"{kernel} {' '.join(common)}", [""] * len(_HEADER)))
+        for row, texts in codes:
+            lines.append((f"  {' '.join(text for text in texts if text not in common)}", _columns(row)))
+    return render(_HEADER, lines)
+
+
+def _columns(row: Row) -> list[str]:
+    code = row.compiled
+    share = f"{code.shared_bytes / row.limit:.0%}"
+    return [str(code.registers), str(code.spilled_bytes), f"{code.shared_bytes:,}", share, row.label]
 
 
 if __name__ == "__main__":

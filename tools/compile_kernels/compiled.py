@@ -175,6 +175,10 @@ def _unreached(kernels: Mapping[str, Sequence[Entry]], asked: Iterable[tuple[str
 
 
 def settings_text(compiled: Compilation) -> str:
+    return " ".join(settings(compiled))
+
+
+def settings(compiled: Compilation) -> list[str]:
     """The constants that it was compiled with."""
-    constants = " ".join(f"{name}={value}" for name, value in compiled.constants.items())
-    return f"{constants} num_warps={compiled.num_warps} num_stages={compiled.num_stages}".strip()
+    constants = {**compiled.constants, "num_warps": compiled.num_warps, "num_stages": compiled.num_stages}
+    return [f"{name}={value}" for name, value in constants.items()]

@@ -9,7 +9,7 @@ import pytest
 
 from kernels.gpu.launch import Compilation
 from tools.compile_kernels.__main__ import main
-from tools.compile_kernels.compiled import CompiledCase, report
+from tools.compile_kernels.compiled import CompiledCase, compile_cases, report
 from tools.gpu_kernels.case import Case, Prepared
 from tools.gpu_kernels.registry import families, first_of_each_kernel, load_cases
 
@@ -124,6 +124,19 @@ def test_the_compiler_is_told_of_no_interpreter(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert main(["--architecture", "sm_90", "--jobs", "1", "--only", "toy_scale/right"]) == 0
     assert "BLOCK=256" in capsys.readouterr().out
+
+
+def test_candidates_are_compiled_in_the_place_of_the_table(toy_family: str) -> None:
+    cases = load_cases([toy_family], "toy_scale/right*")
+    said: list[str] = []
+    found = compile_cases(cases, ["sm_86"], [toy_family], 2, said.append, candidates=True)
+    codes = {(each.case.name, each.candidate): [code.constants["BLOCK"] for code in each.compiled] for each in found}
+    assert codes == {
+        (each.name, candidate): [settings["BLOCK"]]
+        for each in cases
+        for candidate, settings in enumerate(each.candidates)
+    }
+    assert len(said) == len(codes) == 4
 
 
 def test_an_unknown_label_is_refused(toy_family: str, capsys: pytest.CaptureFixture[str]) -> None:
