@@ -184,6 +184,8 @@ def deterministic(config: Config, device: str, reasons: list[str]) -> bool:
 def max_graph_seqs(config: Config, device: str, max_seqs: int) -> int:
     """The largest decode batch with a CUDA graph, 0 for none."""
     asked, graphs = config.worker.max_graph_seqs, config.worker.cuda_graphs
+    if device == "cpu" and config.worker.kernels == "triton":
+        return min(max_seqs, asked or 0)  # imitated, to debug what depends on them
     if device == "cpu":
         if graphs or asked:
             flag = "--cuda-graphs" if graphs else f"--max-graph-seqs {asked}"

@@ -8,7 +8,7 @@ dtype, or record them once and replay the recording (`compile`): a model must no
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +16,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpu_workers.batch import ForwardBatch
+from gpu_workers.clock import Clock, HostClock
 from gpu_workers.comm import Comm
+from gpu_workers.drawn import Drawn, Known
 from gpu_workers.prepare import PreparedStep, prepare
 from gpu_workers.rows import Rows
-from gpu_workers.sampling import SamplingBatch, argmax, choose_tokens
+from gpu_workers.sampling import PackedMask, SamplingBatch, TokenMask, argmax, choose_tokens, sample
 from gpu_workers.weights.quantized import QuantizedWeight
 
 Weight = Any  # what `load_linear` returned: its layout is the backend's own business
+Batch = Any  # what `Backend.prepare` returned, or a ForwardBatch
 Array = Any  # what an op returned: a tensor, or its place in a recording
 LoadedWeight = torch.Tensor | QuantizedWeight  # [N, K] as it comes from a checkpoint
 
@@ -41,7 +43,7 @@ class Compiled:
         self._body = body
         self._select = select
         self._head = head
-        self._last: tuple[Any, ForwardBatch] | None = None
+        self._last: tuple[Any, Batch] | None = None
 
     def __call__(self, batch: Any, kv: Any) -> torch.Tensor:
         """[S, vocabulary] float32 logits, good until the next run."""
@@ -61,8 +63,11 @@ class Compiled:
         if self._last is None:
             raise RuntimeError("no batch has been run yet")
         body, batch = self._last
-        rows = torch.from_numpy(token_rows).to(batch.token_ids.device)
-        return self._select(body, replace(batch, logits_rows=rows))
+        return self._select(body, replace(batch, logits_rows=self._rows(token_rows)))
+
+    def _rows(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
+        """Where flat tokens of a plan are in the last batch."""
+        return torch.from_numpy(token_rows)
 
     @torch.inference_mode()
     def best_ids(self, batch: Any, kv: Any) -> NDArray[np.int64]:
@@ -77,6 +82,11 @@ class Backend(ABC):
     dtype: torch.dtype
 
     takes_quantized = False  # whether the `load_` methods accept QuantizedWeight
+
+    # Whether forwards and draws return before they are done: then the next step can be prepared meanwhile, and the
+    # tokens that one step draws reach the next one on the device.
+    overlaps = False
+    clock: Clock = HostClock()
 
     @abstractmethod
     def load_linear(self, weight: LoadedWeight, bias: torch.Tensor | None, partial: bool = False) -> Weight:
@@ -137,12 +147,37 @@ class Backend(ABC):
         """
         return Compiled(body, select, head)
 
+    def capture(
+        self, compiled: "Compiled", rows: Rows, kv: Any, sequences: Sequence[int], progress: Callable[[float], None]
+    ) -> None:
+        """Make decode steps of up to these numbers of sequences cheaper to launch, where a backend can.
+
+        `compiled` is from `compile`, `rows` and `kv` those of all steps to come; `progress` is told the fraction done.
+        """
+        progress(1.0)  # here, nothing makes them cheaper
+
     def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
         """See `gpu_workers.sampling.choose_tokens`: the same tokens, but where two sums round differently."""
         return choose_tokens(logits, batch)
 
+    def draw(
+        self,
+        logits: torch.Tensor,
+        batch: Batch,
+        settings: SamplingBatch | None,
+        mask: TokenMask | PackedMask | None = None,
+    ) -> Drawn:
+        """Sample from logits [S, V] float32, which are overwritten, of a batch from `prepare`.
+
+        `settings` None: greedily. See `gpu_workers.sampling.sample`. The mask is packed for who overlaps.
+        """
+        assert not isinstance(mask, PackedMask), "this backend does not overlap"
+        if settings is None:
+            return Known(argmax(logits))
+        return Known(*sample(logits, settings, mask, self.choose_tokens))
+
     @abstractmethod
-    def embed(self, table: Weight, batch: ForwardBatch, first: int = 0) -> Array:
+    def embed(self, table: Weight, batch: Batch, first: int = 0) -> Array:
         """[T, hidden]: row id - first of the table for each token id, zeros for ids that it has no row for."""
 
     @abstractmethod
@@ -154,7 +189,7 @@ class Backend(ABC):
         """(normed(x + residual), x + residual)."""
 
     @abstractmethod
-    def select_logits_rows(self, x: Array, batch: ForwardBatch) -> Array:
+    def select_logits_rows(self, x: Array, batch: Batch) -> Array:
         """[T, ...] -> [S, ...]."""
 
     @abstractmethod
@@ -170,7 +205,7 @@ class Backend(ABC):
         """[S, hidden] -> [S, vocabulary], float32."""
 
     @abstractmethod
-    def rope_and_write(self, qkv: Array, num_heads: int, kv: Any, layer: int, batch: ForwardBatch) -> Array:
+    def rope_and_write(self, qkv: Array, num_heads: int, kv: Any, layer: int, batch: Batch) -> Array:
         """Rotate q and k by position and write k and v into the pool.
 
         `qkv` [T, (H + 2 G) D] has the query, key and value heads in that order; the rotated q is returned, for
@@ -178,7 +213,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def attention(self, q: Array, kv: Any, layer: int, batch: ForwardBatch, window: int = 0) -> Array:
+    def attention(self, q: Array, kv: Any, layer: int, batch: Batch, window: int = 0) -> Array:
         """Causal attention over the paged pool -> [T, H * D].
 
         The query at position p attends to the positions 0..p of its sequence or, with a window, to the last `window` of

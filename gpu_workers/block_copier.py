@@ -1,8 +1,7 @@
 """Copies of KV blocks between the pool and the host tier, beside the forward of the plan that asks for them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,23 +23,17 @@ class BlockCopier:
         self._num_host_blocks = num_host_blocks
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="block-copier")
 
-    @contextmanager
-    def copying(self, plan: StepPlan) -> Iterator[None]:
-        """Run the plan's copies beside the body of the `with`, at whose end they are complete.
+    def start(self, plan: StepPlan) -> Callable[[], None]:
+        """Start the plan's copies; what is returned waits for them, and raises whatever a copy raised.
 
-        Raises `PlanError` before it starts any, and at the end whatever a copy raised.
+        Raises `PlanError` before it starts any.
         """
         if not plan.copies_out and not plan.copies_in:
-            yield
-            return
+            return _nothing
         copies_out = int32_columns(plan.copies_out, 2, "copies_out")
         copies_in = int32_columns(plan.copies_in, 2, "copies_in")
         self._check(copies_out, copies_in)
-        copies = self._thread.submit(self._copy, copies_out, copies_in)
-        try:
-            yield
-        finally:
-            copies.result()
+        return self._thread.submit(self._copy, copies_out, copies_in).result
 
     def _check(self, copies_out: Ints, copies_in: Ints) -> None:
         """Each block that is written is named once: outs and ins may then run in any order."""
@@ -56,6 +49,10 @@ class BlockCopier:
             self._backend.copy_blocks_out(self._kv, self._host_kv, torch.from_numpy(copies_out.astype(np.int64)))
         if len(copies_in):
             self._backend.copy_blocks_in(self._kv, self._host_kv, torch.from_numpy(copies_in.astype(np.int64)))
+
+
+def _nothing() -> None:
+    """Of a plan without copies."""
 
 
 def _check_written(written: Ints, read: Ints, name: str) -> None:

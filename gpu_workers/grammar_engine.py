@@ -13,7 +13,6 @@ from config.grammar import GRAMMAR_LIMITS, read_token_table
 
 _MAX_PRISTINE = 128  # matchers in their first state, to copy for the next request with the same grammar
 _MAX_THREADS = 8
-_INFINITY = np.uint32(0x7F800000)  # as a float32 (IEEE 754)
 
 
 class GrammarEngine:
@@ -38,16 +37,12 @@ class GrammarEngine:
         self._pristine.move_to_end(grammar)
         return pristine.deep_copy()
 
-    def limits(self, matchers: list[LLMatcher]) -> NDArray[np.float32]:
-        """[R, V or a little more]: infinity where a token may come next, minus infinity where not.
+    def bits(self, matchers: list[LLMatcher]) -> NDArray[np.int32]:
+        """[R, words of 32]: bit i of word j is set where token 32 j + i may come next.
 
         Of a matcher that is in error afterwards they mean nothing.
         """
-        bits = np.zeros((len(matchers), self._words), dtype="<i4")
+        bits = np.zeros((len(matchers), self._words), dtype=np.int32)
         targets = [(matcher, index) for index, matcher in enumerate(matchers)]
         self._executor.unsafe_compute_mask_ptr(targets, bits.ctypes.data, 4 * self._words, len(matchers))
-        # The two infinities differ in their sign bit.
-        signs = np.unpackbits(~bits.view(np.uint8), axis=1, bitorder="little").astype(np.uint32)
-        signs <<= 31
-        signs |= _INFINITY
-        return signs.view(np.float32)
+        return bits

@@ -15,7 +15,7 @@ import numpy as np
 
 from config.grammar_errors import readable
 from gpu_workers.rows import Ints, int32_columns
-from gpu_workers.sampling import IntArray, TokenMask
+from gpu_workers.sampling import IntArray, PackedMask, TokenMask, limits_of
 from ipc.engine_messages import NewRow, RowFailure
 
 if TYPE_CHECKING:
@@ -43,14 +43,15 @@ class _Row:
 class Grammars:
     """The matchers of all rows that have a grammar, on the rank that samples."""
 
-    def __init__(self, token_table: Path, vocab_size: int) -> None:
-        """`token_table`: the file that is there as soon as a request with a grammar is."""
+    def __init__(self, token_table: Path, vocab_size: int, packed: bool = False) -> None:
+        """`token_table`: the file that is there as soon as a request with a grammar is; `packed`: the kind of masks."""
         self._token_table = token_table
+        self._packed = packed
         self._vocab_size = vocab_size
         self._engine: GrammarEngine | None = None
         self._rows: dict[int, _Row] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # its jobs run in order
-        self._masks: Future[TokenMask | None] | None = None
+        self._masks: Future[TokenMask | PackedMask | None] | None = None
 
     def add(self, new: NewRow) -> None:
         """Take over a new row's grammar, if it has one."""
@@ -71,19 +72,29 @@ class Grammars:
         if found:
             self._masks = self._thread.submit(self._compute, found)
 
-    def mask(self) -> TokenMask | None:
+    def mask(self) -> TokenMask | PackedMask | None:
         """What may come next in the rows that `begin` was called with; None where all of them are free."""
         return None if self._masks is None else self._masks.result()
 
-    def take(self, rows: Ints, token_ids: IntArray) -> tuple[tuple[int, ...], tuple[RowFailure, ...]]:
-        """Advance by one sampled token per row, -1 where none was possible.
+    def any_of(self, rows: Ints) -> bool:
+        """Whether one of these rows has a grammar."""
+        return bool(self._rows) and any(row in self._rows for row in rows.tolist())
+
+    def take(
+        self, rows: Ints, token_ids: IntArray, indices: IntArray
+    ) -> tuple[tuple[int, ...], tuple[RowFailure, ...]]:
+        """Advance the rows with these indices by one sampled token each, -1 where none was possible.
 
         The indices of rows whose output is now complete, and the failures. Until the scheduler knows of either, such a
         row runs in vain.
         """
+        if not self._rows:
+            return (), ()
         completed: list[int] = []
         failed: list[RowFailure] = []
-        for index, (number, token_id) in enumerate(zip(rows.tolist(), token_ids.tolist(), strict=True)):
+        for index, number, token_id in zip(
+            indices.tolist(), rows[indices].tolist(), token_ids[indices].tolist(), strict=True
+        ):
             row = self._rows.get(number)
             if row is None:
                 continue
@@ -119,13 +130,13 @@ class Grammars:
         except BaseException as error:  # a panic in llguidance is no Exception
             _log_unexpected(error)
 
-    def _compute(self, found: list[tuple[int, _Row]]) -> TokenMask | None:
+    def _compute(self, found: list[tuple[int, _Row]]) -> TokenMask | PackedMask | None:
         live = [(index, row, row.matcher) for index, row in found if row.matcher is not None]
         if not live:
             return None
         assert self._engine is not None
         try:
-            limits = self._engine.limits([matcher for _, _, matcher in live])[:, : self._vocab_size]
+            bits = self._engine.bits([matcher for _, _, matcher in live])
         except BaseException as error:  # likewise
             _log_unexpected(error)
             for _, row, _ in live:
@@ -140,7 +151,9 @@ class Grammars:
         if not sound:
             return None
         indices = np.array([live[at][0] for at in sound], dtype=np.int64)
-        return TokenMask(indices, limits if len(sound) == len(live) else limits[sound])
+        if len(sound) < len(live):
+            bits = bits[sound]
+        return PackedMask(indices, bits) if self._packed else TokenMask(indices, limits_of(bits, self._vocab_size))
 
 
 def _problem(matcher: "LLMatcher") -> str:

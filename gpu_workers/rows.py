@@ -11,8 +11,8 @@ from ipc.engine_messages import NewRow, StepPlan
 
 Ints = NDArray[np.int32]
 
-
 _NONE = np.empty(0, dtype=np.int32)
+UNKNOWN = -1  # a token that was sampled, but whose id only the device has
 
 
 class PlanError(ValueError):
@@ -51,6 +51,9 @@ class Rows:
         self.block_tables = np.zeros((max_seqs, self.max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_seqs, dtype=np.int64)
         self.in_use = np.zeros(max_seqs, dtype=np.bool_)
+        self.uses = np.zeros(max_seqs, dtype=np.int64)  # requests that have had the row
+        # What has changed in the block tables since somebody, who keeps a copy of them, last looked: cells and values.
+        self.table_changes: list[tuple[NDArray[np.int64], Ints]] | None = None
 
     def update(self, plan: StepPlan) -> Ints:
         """Free, add and extend rows, in this order; returns the rows that were freed."""
@@ -91,6 +94,9 @@ class Rows:
         self.block_tables[new.row, : len(block_ids)] = block_ids
         self.num_blocks[new.row] = len(block_ids)
         self.in_use[new.row] = True
+        self.uses[new.row] += 1
+        if self.table_changes is not None:
+            self.table_changes.append((new.row * self.max_blocks + np.arange(len(block_ids)), block_ids))
 
     def _extend(self, entries: Ints) -> None:
         """Append to block tables; `entries` are [n, 3]: row, index in its table, block id."""
@@ -105,6 +111,8 @@ class Rows:
             raise PlanError("new_blocks: the indices do not continue their rows' block tables")
         self.block_tables[rows, index] = block_ids
         self.num_blocks[:] = grown  # in place: native code has its address
+        if self.table_changes is not None:
+            self.table_changes.append((cells, block_ids))
 
     def check_scheduled(self, rows: Ints, starts: Ints, counts: Ints, samples: Ints) -> None:
         """PlanError unless these rows' tokens are known here and their positions have blocks."""
@@ -126,7 +134,11 @@ class Rows:
         if not valid.all():
             raise PlanError(f"scheduled: row {int(rows[~valid][0])}: {problem}")
 
-    def append(self, rows: Ints, token_ids: NDArray[np.int64]) -> None:
-        """Write one sampled token at the end of each of these rows."""
-        self.tokens[rows, self.num_tokens[rows]] = token_ids
+    def append(self, rows: Ints, token_ids: NDArray[np.int64] | None) -> None:
+        """One sampled token more at the end of each of these rows; None: not known yet, see `learn`."""
+        self.tokens[rows, self.num_tokens[rows]] = UNKNOWN if token_ids is None else token_ids
         self.num_tokens[rows] += 1
+
+    def learn(self, rows: Ints, positions: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        """The tokens that were not known when they were appended."""
+        self.tokens[rows, positions] = token_ids

@@ -6,8 +6,10 @@ What does not belong here: index arithmetic (`prepare`, or the backend's own), w
 sockets and processes (`main`). Nothing here decides what runs: the scheduler does.
 """
 
-import time
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,14 +18,15 @@ from numpy.typing import NDArray
 from config.schema import ModelArch
 from gpu_workers.backend import Backend
 from gpu_workers.block_copier import BlockCopier
+from gpu_workers.clock import Mark
 from gpu_workers.comm import Comm
+from gpu_workers.drawn import Drawn, Known
 from gpu_workers.grammars import Grammars
 from gpu_workers.pooling import Pooler
 from gpu_workers.prompt_scores import PromptScorer
 from gpu_workers.rows import Ints, PlanError, Rows
 from gpu_workers.sampler_state import SamplerState
-from gpu_workers.sampling import argmax, sample
-from ipc.engine_messages import RawLogprobs, RowFailure, StepPlan, StepResult
+from ipc.engine_messages import NewRow, PromptScores, RowFailure, StepPlan, StepResult
 
 
 class Model(Protocol):
@@ -41,6 +44,9 @@ class Model(Protocol):
         Raises FloatingPointError on NaN.
         """
 
+    def capture(self, rows: Rows, kv: Any, sequences: Sequence[int], progress: Callable[[float], None]) -> None:
+        """See `Backend.capture`."""
+
     def more_logits(self, token_rows: NDArray[np.int64]) -> torch.Tensor:
         """[R, vocab] float32 logits of other flat tokens of the batch that was run last, good until the next call."""
 
@@ -48,13 +54,42 @@ class Model(Protocol):
         """[R, hidden] float32: what the logits of such tokens are made of, good until the next call."""
 
 
-class _Sampled(NamedTuple):
-    """What came of S sampling rows."""
+def _no_rows() -> NDArray[Any]:
+    return np.empty(0, dtype=np.int64)
 
-    token_ids: NDArray[np.int64]  # [S]
-    logprobs: tuple[RawLogprobs | None, ...] = ()  # S, or none
-    completed: tuple[int, ...] = ()
-    failed: tuple[RowFailure, ...] = ()
+
+class _OfRows(Protocol):
+    """What is kept of each row."""
+
+    def free(self, rows: list[int]) -> None: ...
+
+    def add(self, new: NewRow) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A plan on its way through the runner; times are marks of the backend's clock."""
+
+    plan: StepPlan
+    copied: Callable[[], None]  # waits for the plan's copies
+    started: Mark
+    prepared: Mark = None
+    batch: Any = None  # None: nothing is computed
+    sampling_rows: Ints = field(default_factory=_no_rows)  # [S], as are the next two
+    uses: NDArray[np.int64] = field(default_factory=_no_rows)  # which of the rows' requests these are
+    positions: NDArray[np.int64] = field(default_factory=_no_rows)  # where the sampled tokens go in their rows
+    masks_begun: bool = False
+    logits: torch.Tensor | None = None  # until they are sampled from
+    forward: Mark = None
+    drawn: Drawn | None = None  # None: not sampled yet
+    sampled: Mark = None
+    scores: tuple[PromptScores, ...] = ()
+    embeddings: tuple[bytes, ...] = ()
+    ended: Mark = None
+
+    def ready(self) -> bool:
+        """Whether `Runner.collect` would not wait for the device."""
+        return self.drawn is None or self.drawn.ready()
 
 
 class Runner:
@@ -88,8 +123,19 @@ class Runner:
         self._pooler = Pooler()
         self._grammars = grammars
         self._copier = BlockCopier(model.backend, kv, num_blocks, host_kv, num_host_blocks)
-        self._last_step: int | None = None
-        self._ended = time.perf_counter_ns()
+        self._clock = model.backend.clock
+        self._ended = self._clock.mark()
+        self._last: Step | None = None
+        self._unknown: Step | None = None  # the one whose tokens are not in the rows yet
+
+    def capture(self, sequences: Sequence[int], progress: Callable[[float], None]) -> None:
+        """See `Backend.capture`; before the first plan."""
+        self._model.capture(self._rows, self._kv, sequences, progress)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the next plan may be launched before this one is collected."""
+        return self._model.backend.overlaps
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run one step and its copies; its result on rank 0, None on the others.
@@ -97,87 +143,153 @@ class Runner:
         Raises `PlanError` when the plan does not follow the last one or does not fit the rows or pools,
         FloatingPointError when the model computed NaN. The runner is of no use after either.
         """
-        if self._last_step is not None and plan.step != self._last_step + 1:
-            raise PlanError(f"step {plan.step} was planned after step {self._last_step}")
-        self._last_step = plan.step
-        try:
-            with self._copier.copying(plan):
-                return self._step(plan)
-        finally:
-            self._ended = time.perf_counter_ns()
+        step = self.launch(plan)
+        self.sample(step)
+        return self.collect(step)
 
-    def _step(self, plan: StepPlan) -> StepResult | None:
-        started = time.perf_counter_ns()
-        freed = self._rows.update(plan).tolist()
-        self._sampler.free(freed)
-        self._scorer.free(freed)
-        self._pooler.free(freed)
-        if self._grammars is not None:
-            self._grammars.free(freed)
-        for new in plan.new_rows:
-            self._sampler.add(new)
-            self._scorer.add(new)
-            self._pooler.add(new)
-            if self._grammars is not None:
-                self._grammars.add(new)
+    def launch(self, plan: StepPlan) -> Step:
+        """Start a step's copies and its forward; raises `PlanError`.
+
+        Where that needs nothing that the device has not told yet, sample as well. A backend that overlaps may have one
+        earlier step that is not collected: that has to be done between `launch` and `sample`.
+        """
+        if self._last is not None:
+            if plan.step != self._last.plan.step + 1:
+                raise PlanError(f"step {plan.step} was planned after step {self._last.plan.step}")
+            self._last.copied()  # this forward may read or write the blocks
+        step = self._last = Step(plan, self._copier.start(plan), started=self._clock.mark())
+        with _waiting_on_error(step):
+            self._launch(step)
+        return step
+
+    def _launch(self, step: Step) -> None:
+        plan = step.plan
+        self._update(plan)
         prepared = self._model.backend.prepare(self._rows, plan.scheduled)
+        step.prepared = self._clock.mark()
         if prepared is None:
-            return StepResult(step=plan.step, token_ids=b"") if self._comm.rank == 0 else None
+            return
+        rows = step.sampling_rows = prepared.sampling_rows
+        step.uses, step.positions = self._rows.uses[rows], self._rows.num_tokens[rows]
+        step.batch = prepared.batch
+        if self._unknown is None:
+            self._begin_masks(step)
+        self._forward(step)
+        step.forward = self._clock.mark()
+        if self._unknown is None or not self._needs_last_tokens(rows):
+            self._sample(step)
 
-        sampling_rows = prepared.sampling_rows
-        prepare_done = time.perf_counter_ns()
-        if self._grammars is not None:
-            self._grammars.begin(sampling_rows)
-        # Where all are greedy, the model need not keep the logits.
-        if self._comm.size == 1 and self._sampler.all_plain(sampling_rows):
-            sampled = _Sampled(self._model.best_ids(prepared.batch, self._kv))
-            forward_done = time.perf_counter_ns()
+    def _update(self, plan: StepPlan) -> None:
+        freed = self._rows.update(plan).tolist()
+        kept: tuple[_OfRows | None, ...] = self._sampler, self._scorer, self._pooler, self._grammars
+        for each in kept:
+            if each is None:
+                continue
+            each.free(freed)
+            for new in plan.new_rows:
+                each.add(new)
+
+    def _forward(self, step: Step) -> None:
+        """The logits; or the tokens at once where all are greedy, and the model need not keep the logits."""
+        if not self.overlaps and self._comm.size == 1 and self._sampler.all_plain(step.sampling_rows):
+            step.drawn = Known(self._model.best_ids(step.batch, self._kv))
         else:
-            with torch.inference_mode():
-                logits = self._model.forward(prepared.batch, self._kv)
-                forward_done = time.perf_counter_ns()
-                sampled = self._sample(logits, sampling_rows)
-        token_ids = sampled.token_ids
-        self._rows.append(sampling_rows, token_ids)
-        self._sampler.record(sampling_rows, token_ids)
-        sample_done = time.perf_counter_ns()
-        scores = self._scorer.scores(plan.scheduled, self._model.more_logits, keep=self._comm.rank == 0)
+            step.logits = self._model.forward(step.batch, self._kv)
+
+    def _needs_last_tokens(self, rows: Ints) -> bool:
+        """Whether what may be sampled next in these rows depends on the tokens sampled last."""
+        return self._sampler.needs_last_tokens(rows) or (self._grammars is not None and self._grammars.any_of(rows))
+
+    def _begin_masks(self, step: Step) -> None:
+        if self._grammars is not None and not step.masks_begun:
+            self._grammars.begin(step.sampling_rows)
+            step.masks_begun = True
+
+    def sample(self, step: Step) -> None:
+        """Sample after the forward, unless `launch` did; and what else is read from the forward."""
+        if step.batch is not None and step.sampled is None:
+            with _waiting_on_error(step):
+                self._sample(step)
+
+    @torch.inference_mode()
+    def _sample(self, step: Step) -> None:
+        rows = step.sampling_rows
+        if step.drawn is None:
+            assert step.logits is not None
+            self._begin_masks(step)
+            step.drawn = self._draw(step, step.logits)
+            step.logits = None
+        self._rows.append(rows, None if self.overlaps else np.maximum(step.drawn.result()[0], 0))
+        step.sampled = self._clock.mark()
+        scheduled = step.plan.scheduled
+        step.scores = self._scorer.scores(scheduled, self._model.more_logits, keep=self._comm.rank == 0)
+        if self._comm.rank == 0:
+            step.embeddings = self._pooler.embeddings(scheduled, self._model.hidden_states)
+        step.ended = self._clock.mark()
+        self._unknown = step
+
+    def _draw(self, step: Step, logits: torch.Tensor) -> Drawn:
+        rows = step.sampling_rows
+        if not len(rows):
+            return Known(np.zeros(0, dtype=np.int64))
+        drawn: Drawn = Known(np.zeros(len(rows), dtype=np.int64))
+        if self._comm.rank == 0:
+            settings = mask = None
+            if not self._sampler.all_plain(rows):
+                settings = self._sampler.batch(rows, step.positions - self._rows.num_prompt[rows])
+                mask = self._grammars.mask() if self._grammars is not None else None
+            drawn = self._model.backend.draw(logits, step.batch, settings, mask)
+        if self._comm.size > 1:
+            token_ids, logprobs = drawn.result()
+            shared = self._comm.broadcast(torch.from_numpy(token_ids).to(self._device)).cpu().numpy()
+            drawn = Known(shared, logprobs)
+        return drawn
+
+    def collect(self, step: Step) -> StepResult | None:
+        """Wait for a step that was sampled; its result on rank 0, None on the others."""
+        step.copied()
+        if self._unknown is step:
+            self._unknown = None
+        if step.drawn is None:
+            self._ended = step.prepared
+            return StepResult(step=step.plan.step, token_ids=b"") if self._comm.rank == 0 else None
+        token_ids, logprobs = step.drawn.result()
+        rows = step.sampling_rows
+        # Of what the plans after this one have freed, and given to others, nobody wants to know more.
+        same = np.flatnonzero(self._rows.uses[rows] == step.uses)
+        completed: tuple[int, ...] = ()
+        failed: tuple[RowFailure, ...] = ()
+        if self._grammars is not None and self._comm.rank == 0:
+            completed, failed = self._grammars.take(rows, token_ids, same)
+        # A row that can't go on keeps running in vain until the scheduler knows.
+        token_ids = np.maximum(token_ids, 0)
+        self._rows.learn(rows[same], step.positions[same], token_ids[same])
+        self._sampler.record(rows[same], token_ids[same])
+        since, self._ended = self._ended, step.ended
         if self._comm.rank != 0:
             return None
-        embeddings = self._pooler.embeddings(plan.scheduled, self._model.hidden_states)
+        microseconds = self._clock.microseconds
         return StepResult(
-            step=plan.step,
+            step=step.plan.step,
             token_ids=token_ids.astype("<i4").tobytes(),
-            logprobs=sampled.logprobs,
-            completed=sampled.completed,
-            failed=sampled.failed,
-            between_us=(started - self._ended) // 1000,
-            prepare_us=(prepare_done - started) // 1000,
-            forward_us=(forward_done - prepare_done) // 1000,
-            sample_us=(sample_done - forward_done) // 1000,
-            prompt_scores=scores,
-            score_us=(time.perf_counter_ns() - sample_done) // 1000,
-            embeddings=embeddings,
+            logprobs=logprobs,
+            completed=completed,
+            failed=failed,
+            between_us=microseconds(since, step.started),
+            prepare_us=microseconds(step.started, step.prepared),
+            forward_us=microseconds(step.prepared, step.forward),
+            sample_us=microseconds(step.forward, step.sampled),
+            prompt_scores=step.scores,
+            score_us=microseconds(step.sampled, step.ended),
+            embeddings=step.embeddings,
         )
 
-    def _sample(self, logits: torch.Tensor, rows: Ints) -> _Sampled:
-        if not len(rows):
-            return _Sampled(np.zeros(0, dtype=np.int64))
-        sampled = self._sample_here(logits, rows) if self._comm.rank == 0 else _Sampled(np.zeros(len(rows), np.int64))
-        if self._comm.size > 1:
-            token_ids = self._comm.broadcast(torch.from_numpy(sampled.token_ids).to(self._device)).cpu().numpy()
-            sampled = sampled._replace(token_ids=token_ids)
-        return sampled
 
-    def _sample_here(self, logits: torch.Tensor, rows: Ints) -> _Sampled:
-        if self._sampler.all_plain(rows):
-            return _Sampled(argmax(logits))
-        output_index = self._rows.num_tokens[rows] - self._rows.num_prompt[rows]
-        batch = self._sampler.batch(rows, output_index)
-        choose = self._model.backend.choose_tokens
-        if self._grammars is None:
-            return _Sampled(*sample(logits, batch, choose=choose))
-        token_ids, logprobs = sample(logits, batch, self._grammars.mask(), choose)
-        completed, failed = self._grammars.take(rows, token_ids)
-        # A row that can't go on keeps running in vain until the scheduler knows.
-        return _Sampled(np.maximum(token_ids, 0), logprobs, completed, failed)
+@contextmanager
+def _waiting_on_error(step: Step) -> Iterator[None]:
+    """An error leaves only when the step's copies are complete, which read and write what may be freed then."""
+    try:
+        yield
+    except BaseException:
+        step.copied()
+        raise

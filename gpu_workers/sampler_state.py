@@ -158,6 +158,12 @@ class SamplerState:
                     if kept is not None:
                         kept.add(token_id)
 
+    def needs_last_tokens(self, rows: Ints) -> bool:
+        """Whether penalties or bad words of these rows look at the tokens that `record` was told last."""
+        return bool(self._seen or self._bad_words) and any(
+            row in self._seen or row in self._bad_words for row in rows.tolist()
+        )
+
     def all_plain(self, rows: Ints) -> bool:
         """True when these rows are greedy and ask for nothing else."""
         return bool(self._plain[rows].all())

@@ -1,4 +1,4 @@
-"""From logits to tokens, for all sampling rows of a step at once.
+"""From logits to tokens on a CPU, for all sampling rows of a step at once.
 
 The order of operations, which clients can see in the results: logit bias; ids that are not allowed, are banned before
 `min_tokens`, or would complete a bad word; the repetition, then frequency and presence penalties; (log-probabilities
@@ -24,7 +24,8 @@ GREEDY_BELOW = 1e-5  # a temperature below this is greedy
 NOT_NUMBERS = "the model computed logits that are not numbers (NaN)"
 _TOP_P_CANDIDATES = 1024  # enough for nearly every distribution; where it is not, all are sorted
 _DRAW_BLOCK = 512  # ids
-_CPU_ELEMENTS = 1 << 19  # logits drawn from at once: few enough for the caches, and to be spared fresh pages each step
+_INFINITY = np.uint32(0x7F800000)  # as a float32 (IEEE 754)
+_ELEMENTS = 1 << 19  # logits drawn from at once: few enough for the caches, and to be spared fresh pages each step
 
 FloatArray = NDArray[np.floating]
 IntArray = NDArray[np.integer]
@@ -81,17 +82,28 @@ class TokenMask:
     limits: NDArray[np.float32]  # [R, V], the largest logit that a token may have: infinity, or minus infinity
 
 
+@dataclass(slots=True, frozen=True)
+class PackedMask:
+    """The same, for who wants it on a device."""
+
+    rows: NDArray[np.int64]  # [R], ascending
+    bits: NDArray[np.int32]  # [R, words of 32]: bit i of word j is set where token 32 j + i may come next
+
+
+def limits_of(bits: NDArray[np.int32], vocab_size: int) -> NDArray[np.float32]:
+    """[R, V] of `TokenMask`, from the bits of a `PackedMask`."""
+    # The two differ in their sign bit.
+    signs = np.unpackbits(~bits.view(np.uint8), axis=1, bitorder="little").astype(np.uint32)
+    signs <<= 31
+    signs |= _INFINITY
+    return signs.view(np.float32)[:, :vocab_size]
+
+
 def argmax(logits: torch.Tensor) -> NDArray[np.int64]:
     """The best id of each row of [S, V] float32, the lowest one of equals. Raises FloatingPointError on NaN."""
-    if logits.device.type == "cpu":
-        array = logits.numpy()
-        ids: NDArray[np.int64] = array.argmax(axis=-1)  # vectorised, about twenty times as fast as torch's
-        best = array[np.arange(len(ids)), ids]
-    else:
-        device_ids = logits.argmax(dim=-1, keepdim=True)
-        best = logits.gather(1, device_ids)[:, 0].cpu().numpy()
-        ids = device_ids[:, 0].cpu().numpy()
-    _require_numbers(best)
+    array = logits.numpy()
+    ids: NDArray[np.int64] = array.argmax(axis=-1)  # vectorised, about twenty times as fast as torch's
+    _require_numbers(array[np.arange(len(ids)), ids])
     return ids
 
 
@@ -105,7 +117,7 @@ def sample(
     """
     edit_logits(logits, batch)
     asked = np.flatnonzero(batch.logprobs >= 0)
-    table = torch.log_softmax(_select(logits, asked), dim=-1).cpu().numpy() if len(asked) else None
+    table = torch.log_softmax(_select(logits, asked), dim=-1).numpy() if len(asked) else None
     impossible = _apply_mask(logits, mask) if mask is not None else ()
     token_ids = (choose or choose_tokens)(logits, batch)
     logprobs = () if table is None else _logprobs(table, asked, batch.logprobs, token_ids)
@@ -116,16 +128,10 @@ def sample(
 def _apply_mask(logits: torch.Tensor, mask: TokenMask) -> Sequence[int]:
     """Make what the mask forbids impossible, in place; the rows in which nothing is left, whose logits become 0."""
     rows = mask.rows.tolist()
-    if logits.device.type == "cpu":
-        array = logits.numpy()
-        for row, limits in zip(rows, mask.limits, strict=True):
-            np.minimum(array[row], limits, out=array[row])
-        impossible = [row for row in rows if array[row].max() == -np.inf]
-    else:
-        where = torch.from_numpy(mask.rows).to(logits.device)
-        masked = torch.minimum(logits[where], torch.from_numpy(mask.limits).to(logits.device))
-        logits[where] = masked
-        impossible = mask.rows[(masked.amax(dim=-1) == -torch.inf).cpu().numpy()].tolist()
+    array = logits.numpy()
+    for row, limits in zip(rows, mask.limits, strict=True):
+        np.minimum(array[row], limits, out=array[row])
+    impossible = [row for row in rows if array[row].max() == -np.inf]
     logits[impossible] = 0.0
     return impossible
 
@@ -140,7 +146,7 @@ def choose_tokens(logits: torch.Tensor, batch: SamplingBatch) -> NDArray[np.int6
     if len(greedy):
         token_ids[greedy] = argmax(_select(logits, greedy))
     random = np.flatnonzero(drawn)
-    at_once = len(random) if logits.device.type != "cpu" else max(1, _CPU_ELEMENTS // logits.shape[1])
+    at_once = max(1, _ELEMENTS // logits.shape[1])
     for start in range(0, len(random), at_once):
         rows = random[start : start + at_once]
         weights = filtered_probabilities(logits, batch, rows)
@@ -154,21 +160,20 @@ def edit_logits(logits: torch.Tensor, batch: SamplingBatch) -> None:
     The repetition penalty (Keskar et al. 2019, CTRL) divides positive logits and multiplies negative ones of ids in
     prompt or output; frequency and presence (OpenAI) subtract per occurrence and once, looking at the output only.
     """
-    device = logits.device
     if (bias := batch.bias) is not None:
-        where = _index(bias, device)
-        logits[where] = logits[where] + torch.from_numpy(bias.values).to(device)
+        where = _index(bias)
+        logits[where] = logits[where] + torch.from_numpy(bias.values)
     for row, ids in (batch.allowed or {}).items():
-        kept = torch.from_numpy(ids).to(device)
+        kept = torch.from_numpy(ids)
         values = logits[row, kept]
         logits[row] = -torch.inf
         logits[row, kept] = values
     if batch.banned is not None:
-        logits[_index(batch.banned, device)] = -torch.inf
+        logits[_index(batch.banned)] = -torch.inf
     if (penalties := batch.penalties) is not None:
-        where = _index(penalties, device)
+        where = _index(penalties)
         counts, repetition, presence, frequency = (
-            torch.from_numpy(column).to(device)
+            torch.from_numpy(column)
             for column in (penalties.counts, penalties.repetition, penalties.presence, penalties.frequency)
         )
         values = logits[where]
@@ -179,9 +184,9 @@ def edit_logits(logits: torch.Tensor, batch: SamplingBatch) -> None:
         logits[where] = values
 
 
-def _index(edit: LogitEdit, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _index(edit: LogitEdit) -> tuple[torch.Tensor, torch.Tensor]:
     rows, ids = edit.rows.astype(np.int64), edit.ids.astype(np.int64)
-    return torch.from_numpy(rows).to(device), torch.from_numpy(ids).to(device)
+    return torch.from_numpy(rows), torch.from_numpy(ids)
 
 
 def filtered_probabilities(logits: torch.Tensor, batch: SamplingBatch, rows: IntArray) -> torch.Tensor:
@@ -189,28 +194,28 @@ def filtered_probabilities(logits: torch.Tensor, batch: SamplingBatch, rows: Int
 
     Among equals at the edge of top-k or top-p all are kept, so the outcome depends on no sorting order.
     """
-    device, vocab_size = logits.device, logits.shape[1]
-    temperature = torch.from_numpy(batch.temperature[rows, None]).to(device)
+    vocab_size = logits.shape[1]
+    temperature = torch.from_numpy(batch.temperature[rows, None])
     scaled = _select(logits, rows) / temperature
 
     top_k = batch.top_k[rows]
     limited = np.flatnonzero((top_k > 0) & (top_k < vocab_size))
     if len(limited):
-        ranks = torch.from_numpy(top_k[limited, None] - 1).to(device)
+        ranks = torch.from_numpy(top_k[limited, None] - 1)
         smallest = torch.full_like(temperature, -torch.inf)
         best = _descending(_select(scaled, limited), int(top_k[limited].max()))
-        smallest[torch.from_numpy(limited).to(device)] = best.gather(1, ranks)
+        smallest[torch.from_numpy(limited)] = best.gather(1, ranks)
         _fill_below(scaled, smallest, -torch.inf)
 
     weights = torch.softmax(scaled, dim=-1)
 
     top_p, min_p = batch.top_p[rows], batch.min_p[rows]
     if (top_p < 1).any() or (min_p > 0).any():
-        smallest = weights.amax(dim=-1, keepdim=True) * torch.from_numpy(min_p[:, None]).to(device)
+        smallest = weights.amax(dim=-1, keepdim=True) * torch.from_numpy(min_p[:, None])
         limited = np.flatnonzero(top_p < 1)
         if len(limited):
-            some = torch.from_numpy(limited).to(device)
-            of_top_p = _top_p_threshold(_select(weights, limited), torch.from_numpy(top_p[limited, None]).to(device))
+            some = torch.from_numpy(limited)
+            of_top_p = _top_p_threshold(_select(weights, limited), torch.from_numpy(top_p[limited, None]))
             smallest[some] = torch.maximum(smallest[some], of_top_p)
         _fill_below(weights, smallest, 0.0)
     return weights
@@ -220,22 +225,17 @@ def _select(values: torch.Tensor, rows: IntArray) -> torch.Tensor:
     """The given rows, in ascending order and none twice; `values` itself when these are all."""
     if len(rows) == len(values):
         return values
-    return values.index_select(0, torch.from_numpy(rows).to(values.device))
+    return values.index_select(0, torch.from_numpy(rows))
 
 
 def _fill_below(values: torch.Tensor, smallest: torch.Tensor, fill: float) -> None:
     """Write `fill` where values [R, V] lie below their row's `smallest` [R, 1]."""
-    if values.device.type == "cpu":
-        array = values.numpy()
-        array[array < smallest.numpy()] = fill  # three times as fast as masked_fill_
-    else:
-        values.masked_fill_(values < smallest, fill)
+    array = values.numpy()
+    array[array < smallest.numpy()] = fill  # three times as fast as masked_fill_
 
 
 def _descending(values: torch.Tensor, k: int) -> torch.Tensor:
     """The k largest of each row of [R, V], largest first."""
-    if values.device.type != "cpu":
-        return torch.topk(values, k, dim=-1).values
     array = values.numpy()
     if k < array.shape[1]:
         array = np.partition(array, array.shape[1] - k, axis=-1)[:, -k:]
@@ -270,15 +270,15 @@ def _draw(weights: torch.Tensor, uniforms: NDArray[np.float64]) -> NDArray[np.in
         weights = pad(weights, (0, -weights.shape[1] % _DRAW_BLOCK))
     blocks = weights.view(len(weights), -1, _DRAW_BLOCK)
     cumulated = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    _require_numbers(cumulated[:, -1].cpu().numpy())
-    targets = torch.from_numpy(uniforms[:, None]).to(weights.device) * cumulated[:, -1:]
+    _require_numbers(cumulated[:, -1].numpy())
+    targets = torch.from_numpy(uniforms[:, None]) * cumulated[:, -1:]
     hit = torch.searchsorted(cumulated, targets, right=True)
     before = pad(cumulated, (1, 0)).gather(1, hit)
     inside = blocks.gather(1, hit[:, :, None].expand(-1, -1, _DRAW_BLOCK))[:, 0]
     offset = torch.searchsorted(inside.cumsum(dim=-1, dtype=torch.float64) + before, targets, right=True)
     # The running sum in the block may end a little below the one that chose it: then its last possible id is meant.
-    last = (torch.arange(_DRAW_BLOCK, device=weights.device) * (inside > 0)).amax(dim=-1, keepdim=True)
-    token_ids: NDArray[np.int64] = (hit * _DRAW_BLOCK + torch.minimum(offset, last))[:, 0].cpu().numpy()
+    last = (torch.arange(_DRAW_BLOCK) * (inside > 0)).amax(dim=-1, keepdim=True)
+    token_ids: NDArray[np.int64] = (hit * _DRAW_BLOCK + torch.minimum(offset, last))[:, 0].numpy()
     return token_ids
 
 

@@ -3,11 +3,13 @@
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 
 from gpu_workers.rows import PlanError
-from gpu_workers.runner import Runner
+from gpu_workers.runner import Runner, Step
 from ipc.channels import BlockingDealer
 from ipc.control import in_a_line
 from ipc.engine_messages import StepFailed, StepPlan, ToWorker
@@ -16,18 +18,27 @@ from ipc.sessions import LinkError
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1  # how soon an idle rank notices that it is to end
+_RUNNING_SECONDS = 5e-5  # how soon a rank notices that its device is done, where no further plan is there
 _SENDING_SECONDS = 0.1  # before the process ends, and with it the thread that sends
 
 
 def run_plans(link: BlockingDealer[ToWorker], runner: Runner, stop: threading.Event) -> int:
     """Carry out plans until `stop` is set (0), or until a plan, the link or the model can't be trusted (1)."""
     last: int | None = None  # the step that was begun last
+    running: Step | None = None  # launched and sampled, on a device that tells when it is done
     try:
         while not stop.is_set():
-            plan = link.recv(_POLL_SECONDS)
+            plan = link.recv(_POLL_SECONDS if running is None else 0)
             if plan is not None:
                 last = plan.step
-                _carry_out(runner, plan, link)
+                with _failing(link):
+                    running = _carry_out(runner, plan, running, link)
+            elif running is not None and running.ready():
+                with _failing(link):
+                    _report(runner, running, link)
+                running = None
+            elif running is not None:
+                time.sleep(_RUNNING_SECONDS)
         return 0
     except _StepError as error:
         problem = f"step {last} failed: {error}"
@@ -46,12 +57,29 @@ class _StepError(Exception):
     """The scheduler knows of it."""
 
 
-def _carry_out(runner: Runner, plan: StepPlan, link: BlockingDealer[ToWorker]) -> None:
-    """Execute a plan and send its result; whatever goes wrong with that is a failed step: `_StepError`."""
+def _carry_out(runner: Runner, plan: StepPlan, running: Step | None, link: BlockingDealer[ToWorker]) -> Step | None:
+    """Launch a plan behind the step that is still running, whose result is then sent; the step that runs now."""
+    step = runner.launch(plan)
+    if running is not None:
+        _report(runner, running, link)
+    runner.sample(step)
+    if runner.overlaps:
+        return step
+    _report(runner, step, link)
+    return None
+
+
+def _report(runner: Runner, step: Step, link: BlockingDealer[ToWorker]) -> None:
+    result = runner.collect(step)
+    if result is not None:
+        link.send(result)
+
+
+@contextmanager
+def _failing(link: BlockingDealer[ToWorker]) -> Iterator[None]:
+    """Whatever goes wrong inside, but for a bad plan, is a failed step: `_StepError`."""
     try:
-        result = runner.execute(plan)
-        if result is not None:
-            link.send(result)
+        yield
     except PlanError:
         raise
     except Exception as error:

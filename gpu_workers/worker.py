@@ -2,25 +2,31 @@
 
 import ctypes
 import gc
+import logging
 import os
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from config.grammar import token_table_path
+from config.graphs import graph_buckets
 from config.schema import ChildSpec
 from gpu_workers.backends import make_backend
 from gpu_workers.comm import make_comm
+from gpu_workers.gpu_memory import GpuMemory
 from gpu_workers.grammars import Grammars
 from gpu_workers.runner import Runner
 from gpu_workers.step_loop import run_plans
+from gpu_workers.warm_up import warm_up
 from gpu_workers.weights.loader import load_model
 from ipc.channels import BlockingDealer
-from ipc.codec import Decoder, pack_ints
+from ipc.codec import Decoder
 from ipc.control import Control, StartError
-from ipc.engine_messages import NewRow, SamplingSpec, StepPlan, ToWorker, WorkerReady
+from ipc.engine_messages import ToWorker, WorkerReady
 
-_WARM_UP_TOKENS = 16
+log = logging.getLogger(__name__)
+
+_WARM_UP_TOKENS = 16  # enough where nothing has to be compiled or measured
 
 
 class Worker:
@@ -49,16 +55,36 @@ class Worker:
             cpus=spec.cpus,
         )
         self._comm = make_comm(spec.index, settings.tp, spec.rendezvous_port)
+        memory = GpuMemory(spec.gpu_bytes) if spec.gpu_bytes else None
+        taking: Callable[[str], AbstractContextManager[object]] = memory.taking if memory else nullcontext
         control.stage("loading weights", 0.0)
-        self._model = load_model(spec, backend, self._comm, control.stage)
+        with taking("weights"):
+            self._model = load_model(spec, backend, self._comm, control.stage)
         _give_back_memory()
         control.stage("allocating KV")
-        self._kv = self._model.allocate_kv(spec.num_blocks, config.scheduler.block_size)
+        with taking("the KV cache"):
+            self._kv = self._model.allocate_kv(spec.num_blocks, config.scheduler.block_size)
         self._host_kv = backend.allocate_host_kv(self._kv, spec.num_host_blocks)
-        control.stage("warming up")
-        self._warm_up()
+        # `config.resolve` has settled both.
         assert config.scheduler.max_seqs is not None
+        assert config.scheduler.max_step_tokens is not None
+        control.stage("compiling kernels, warming up" if memory else "warming up")
+        with taking("the largest step"):
+            warm_up(
+                self._make_runner,
+                tokens=config.scheduler.max_step_tokens if memory else _WARM_UP_TOKENS,
+                max_model_len=config.model.max_model_len or spec.arch.max_position,
+                num_blocks=spec.num_blocks,
+                block_size=config.scheduler.block_size,
+                thorough=backend.overlaps,
+            )
         self._runner = self._make_runner(config.scheduler.max_seqs)
+        sequences = graph_buckets(settings.max_graph_seqs or 0)
+        if sequences:
+            with taking("CUDA graphs"):
+                self._runner.capture(sequences, lambda done: control.stage("capturing CUDA graphs", done))
+        if memory is not None:
+            log.info("%s", memory.report())
 
     def _make_runner(self, max_seqs: int) -> Runner:
         return Runner(
@@ -71,23 +97,12 @@ class Worker:
             self._comm,
             self._host_kv,
             self._spec.num_host_blocks,
-            Grammars(token_table_path(self._spec.run_dir), self._spec.arch.vocab_size)
+            Grammars(
+                token_table_path(self._spec.run_dir), self._spec.arch.vocab_size, packed=self._model.backend.overlaps
+            )
             if self._spec.index == 0
             else None,
         )
-
-    def _warm_up(self) -> None:
-        """A prefill and a decode step in the first blocks; nobody reads those before they are written again."""
-        runner = self._make_runner(1)
-        block_size = self._spec.config.scheduler.block_size
-        blocks = min(self._spec.num_blocks, _WARM_UP_TOKENS // block_size + 1)
-        longest = self._spec.config.model.max_model_len or self._spec.arch.max_position
-        n = min(_WARM_UP_TOKENS, blocks * block_size - 1, longest - 1)
-        if n < 1:
-            return
-        row = NewRow(0, pack_ints([0] * n), n, pack_ints(range(blocks)), SamplingSpec())
-        runner.execute(StepPlan(0, (row,), b"", b"", pack_ints((0, 0, n, 1))))
-        runner.execute(StepPlan(1, (), b"", b"", pack_ints((0, n, 1, 1))))
 
     def serve(self, stop: threading.Event) -> int:
         """Report for work, then carry out plans until `stop` is set (0) or something is beyond repair (1)."""

@@ -28,15 +28,22 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return y if bias is None else y + bias
 
 
-def gated_activation(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
-    """[T, 2 I] -> [T, I]: act(first half) * second half; kind "silu" or "gelu" (tanh form, Hendrycks & Gimpel 2016)."""
-    gate, up = gate_up.chunk(2, dim=-1)
+def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """act(x); kind "silu" (Elfwing et al. 2018), "gelu" (Hendrycks & Gimpel 2016, tanh form) or "none"."""
     if kind == "silu":
-        return gate / (1 + torch.exp(-gate)) * up
+        return x / (1 + torch.exp(-x))
     if kind == "gelu":
-        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-        return 0.5 * gate * (1 + torch.tanh(inner)) * up
-    raise ValueError(f"activation {kind!r} is not one of silu, gelu")
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+        return 0.5 * x * (1 + torch.tanh(inner))
+    if kind == "none":
+        return x
+    raise ValueError(f"activation {kind!r} is not one of silu, gelu, none")
+
+
+def gated_activation(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
+    """[T, 2 I] -> [T, I]: act(first half) * second half; see `activation`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activation(gate, kind) * up
 
 
 def rope_frequencies(
@@ -112,14 +119,18 @@ def paged_attention(
     query_starts: list[int],
     context_lens: list[int],
     window: int = 0,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
 ) -> torch.Tensor:
-    """Causal attention of q [T, H, D] over pools [slots, G, D] -> [T, H, D], scaled by 1 / sqrt(D).
+    """Causal attention of q [T, H, D] over pools [slots, G, D] -> [T, H, D], scaled by `scale`, or 1 / sqrt(D).
 
     Sequence i owns the flat queries query_starts[i]:query_starts[i + 1], which are the last of its context_lens[i]
     positions; position p lies in slot block_tables[i, p // block_size] * block_size + p % block_size. With a sliding
     window (Jiang et al. 2023, Mistral 7B) the query at position p attends to the last `window` of the positions 0..p.
+    With a soft cap (Gemma Team 2024, Gemma 2) a scaled score s becomes soft_cap * tanh(s / soft_cap).
     """
     num_heads, head_dim = q.shape[1:]
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
     repeats = num_heads // k_pool.shape[1]
     outputs = torch.empty_like(q)
     for index, context in enumerate(context_lens):
@@ -128,10 +139,38 @@ def paged_attention(
         slots = block_tables[index].long()[positions // block_size] * block_size + positions % block_size
         k = k_pool[slots].repeat_interleave(repeats, dim=1)
         v = v_pool[slots].repeat_interleave(repeats, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q[start:end], k) / math.sqrt(head_dim)
+        scores = torch.einsum("qhd,khd->hqk", q[start:end], k) * scale
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         query_positions = torch.arange(context - (end - start), context)
         behind = query_positions[:, None] - positions[None, :]
         hidden = (behind < 0) | (behind >= window) if window else behind < 0
         scores = scores.masked_fill(hidden, -math.inf)
         outputs[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
     return outputs
+
+
+def sampling_weights(
+    logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> torch.Tensor:
+    """exp((logits - max) / temperature) of one row [V], zero outside top-k, then top-p, then min-p.
+
+    top-p (Holtzman et al. 2020) keeps the fewest best tokens that have this share of what top-k kept; min-p (Nguyen et
+    al. 2024) those with this share of the largest weight. Equals at the edge of a filter are all kept.
+    """
+    weights = torch.exp((logits - logits.max()) / temperature)
+    if 0 < top_k < len(logits):
+        weights = weights.where(logits >= logits.topk(top_k).values[-1], 0.0)
+    smallest = weights.max() * min_p
+    if top_p < 1:
+        best = weights.sort(descending=True).values
+        mass = best.cumsum(0)
+        count = int((mass < top_p * mass[-1]).sum())
+        smallest = torch.maximum(smallest, best[min(count, len(best) - 1)])
+    return weights.where(weights >= smallest, 0.0)
+
+
+def draw(weights: torch.Tensor, uniform: float) -> int:
+    """The first id of the weights [V] at which their running sum exceeds `uniform` times their total."""
+    running = weights.cumsum(0)
+    return int(torch.searchsorted(running, uniform * running[-1], right=True))

@@ -5,6 +5,7 @@ settings, sliding windows, tied embeddings) is in `ModelArch`. Under tensor para
 some KV groups, a slice of the MLP and a slice of the vocabulary (Shoeybi et al. 2019).
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from config.schema import ModelArch
 from gpu_workers.backend import Array, Backend, LoadedWeight, Weight
 from gpu_workers.batch import ForwardBatch
 from gpu_workers.comm import Comm
+from gpu_workers.rows import Rows
 from gpu_workers.weights.quantized import GROUP, QuantizedWeight, cat
 from gpu_workers.weights.source import Weights
 from ipc.control import StartError
@@ -144,6 +146,10 @@ class LlamaModel:
         """This rank's KV pool, for `forward`."""
         arch = self.arch
         return self.backend.allocate_kv(arch.num_layers, num_blocks, block_size, self.num_kv_heads, arch.head_dim)
+
+    def capture(self, rows: Rows, kv: Any, sequences: Sequence[int], progress: Callable[[float], None]) -> None:
+        """See `Backend.capture`."""
+        self.backend.capture(self._run, rows, kv, sequences, progress)
 
     @torch.inference_mode()
     def forward(self, batch: Any, kv: Any) -> torch.Tensor:

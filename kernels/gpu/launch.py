@@ -21,6 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 INTERPRETED = bool(knobs.runtime.interpret)
+if INTERPRETED:
+    from kernels.gpu.interpreter import convert_as_devices
+
+    convert_as_devices()
 
 # Architecture (the name of a table of settings) -> what Triton compiles for. sm_86 stands for all consumer cards, whose
 # blocks have 99 KiB of shared memory; threads in a warp is the last number.
@@ -56,6 +60,7 @@ class Compilation:
     registers: int  # of a thread; of gfx942 those of the vector unit
     spilled_bytes: int  # of a thread, written to or read from memory for want of registers
     shared_bytes: int  # of a thread block
+    hash: str = ""  # of the source, the types of the arguments and all options
 
 
 @dataclass(slots=True)
@@ -65,6 +70,7 @@ class _Compiling:
 
 
 _compiling: ContextVar[_Compiling | None] = ContextVar("compiling", default=None)
+_counted: dict[str, tuple[int, int]] = {}  # hash of what was compiled -> its registers and spilled bytes
 
 
 def launch(
@@ -94,10 +100,18 @@ def launch(
         enable_fp_fusion=fp_fusion,
         **constants,
     )
-    registers, spilled = _registers(compiled.asm, compiling.architecture)
-    compiling.found.append(
-        Compilation(kernel.fn.__name__, constants, num_warps, num_stages, registers, spilled, compiled.metadata.shared)
+    if compiled.hash not in _counted:
+        _counted[compiled.hash] = _registers(compiled.asm, compiling.architecture)
+    found = Compilation(
+        kernel.fn.__name__,
+        constants,
+        num_warps,
+        num_stages,
+        *_counted[compiled.hash],
+        compiled.metadata.shared,
+        compiled.hash,
     )
+    compiling.found.append(found)
 
 
 @contextmanager

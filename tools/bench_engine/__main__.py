@@ -15,6 +15,7 @@ from ipc.engine_messages import SamplingSpec
 from kernels.cpu.build import BuildError
 from tools.arguments import add_numbers, counts, tool_parser
 from tools.bench_engine.measured import MeasuredBackend, make_measured_backend
+from tools.bench_engine.random_models import SHAPES
 from tools.bench_engine.steps import BLOCK_SIZE, MOST_STEPS, Steps, StepTimes, attention_operations, positions_seen
 from tools.bench_kernels.command import check_common, machine_line, say, write_json
 from tools.bench_kernels.limits import Limits, Work, measure_limits, usable_cores
@@ -33,7 +34,14 @@ limit     the time that the work takes at the limits of the machine, measured by
           the same run, over the time measured: that of the bytes of weights and KV, or that of the operations (two for
           a multiply-add, at the rates of float32, int16 and int8), whichever is longer; by says which
 
+With --device cuda, steps are launched one behind the other, and these are shown instead:
+
+device    from the arrival of a step's inputs on the GPU to its sampled tokens
+idle      share of the time in which the GPU had nothing to do
+kernels   a decode step's time on the GPU over the sum of its kernels' times
+
   python -m tools.bench_engine --model models/SmolLM2-135M-Instruct.Q4_1.gguf
+  python -m tools.bench_engine --device cuda --shape llama-3.1-8b --decode 1,64,256 --context 1024
   python -m tools.bench_engine --model DIR --quantization none --dtype bfloat16 --decode 1,64 --prefill 512
 """
 # Drawn: temperature 1 and the filters that many clients send.
@@ -125,7 +133,13 @@ class Bench:
 
 def _parser() -> argparse.ArgumentParser:
     parser = tool_parser("bench_engine", __doc__, _EPILOG)
-    parser.add_argument("--model", type=Path, required=True, help="directory with safetensors, or a .gguf file")
+    parser.add_argument("--model", type=Path, help="directory with safetensors, or a .gguf file")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where (default: cpu)")
+    parser.add_argument(
+        "--shape",
+        choices=sorted(SHAPES),
+        help="with --device cuda, instead of --model: random weights, in bfloat16",
+    )
     add_numbers(parser, "float16", "of the native kernels' KV cache; the server's default, too")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="compute threads (default: usable cores)")
     parser.add_argument(
@@ -193,11 +207,32 @@ def run(arguments: argparse.Namespace) -> None:
     write_json(arguments.json, content)
 
 
+def run_on_gpu(arguments: argparse.Namespace) -> None:
+    """The same on a GPU; StartError where there is none."""
+    # Not at the top: they import triton, which a CPU needs none of.
+    from tools.bench_engine.gpu_command import bench_gpu
+
+    content = bench_gpu(
+        arguments.model,
+        arguments.shape,
+        arguments.prefill,
+        arguments.decode,
+        arguments.context,
+        arguments.seconds,
+        quantized=arguments.quantization == "auto",
+    )
+    write_json(arguments.json, content)
+
+
 def main(argv: list[str] | None = None) -> int:
     """The exit status: 2 when the model or the kernels can't be had."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     check_common(parser, arguments)
+    if (arguments.model is None) == (arguments.shape is None):
+        parser.error("--model or --shape: one of them, and not both")
+    if arguments.shape and arguments.device == "cpu":
+        parser.error("--shape: goes with --device cuda only")
     if not (arguments.prefill or arguments.decode):
         parser.error("--prefill and --decode: there is nothing to measure")
     if not 1 <= arguments.context <= 1 << 17:
@@ -205,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     if max(arguments.decode, default=0) > 4096:
         parser.error("--decode: at most 4096 rows")
     try:
-        run(arguments)
+        (run if arguments.device == "cpu" else run_on_gpu)(arguments)
     except (StartError, ValueError, BuildError, MemoryError, OSError, FloatingPointError) as error:
         say(f"bench_engine: {error}")
         return 2

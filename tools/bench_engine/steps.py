@@ -49,16 +49,11 @@ class _Sample:
     sample: float
 
 
-class Steps:
-    """Runs prompts and decodes, with `sampling`, on a model in this process with a KV pool of `num_blocks` blocks."""
+class Plans:
+    """What a scheduler would tell a runner: prompts of random tokens, and the decoding of all of them."""
 
-    def __init__(
-        self, model: LlamaModel, max_rows: int, max_length: int, num_blocks: int, sampling: SamplingSpec
-    ) -> None:
-        kv = model.allocate_kv(num_blocks, BLOCK_SIZE)
-        self._runner = Runner(model, kv, num_blocks, BLOCK_SIZE, max_rows, max_length, LocalComm())
-        self._backend: Backend = model.backend
-        self._vocab_size = model.arch.vocab_size
+    def __init__(self, vocab_size: int, sampling: SamplingSpec) -> None:
+        self._vocab_size = vocab_size
         self._random = random.Random(0)
         self._sampling = sampling
         self._next_step = 0
@@ -73,7 +68,7 @@ class Steps:
         self._ended = []
         return plan
 
-    def _prompt(self, row: int, tokens: int, length: int) -> StepPlan:
+    def prompt(self, row: int, tokens: int, length: int) -> StepPlan:
         """The step of a new request with a prompt of `tokens` random tokens, and blocks for `length`."""
         ids = [self._random.randrange(self._vocab_size) for _ in range(tokens)]
         blocks = -(-length // BLOCK_SIZE)
@@ -82,9 +77,30 @@ class Steps:
         self._rows.append(row)
         return plan
 
-    def _end_all(self) -> None:
+    def decodes(self, rows: int, context: int, steps: int) -> list[StepPlan]:
+        """Of `rows` requests with prompts of `context` tokens."""
+        return [self._plan([(row, context + step, 1, 1) for row in range(rows)]) for step in range(steps)]
+
+    def unused(self, plans: Sequence[StepPlan]) -> None:
+        """The last plans were not carried out."""
+        self._next_step -= len(plans)
+
+    def end_all(self) -> None:
+        """The next plan frees all rows."""
         self._ended += self._rows
         self._rows = []
+
+
+class Steps:
+    """Runs prompts and decodes, with `sampling`, on a model in this process with a KV pool of `num_blocks` blocks."""
+
+    def __init__(
+        self, model: LlamaModel, max_rows: int, max_length: int, num_blocks: int, sampling: SamplingSpec
+    ) -> None:
+        kv = model.allocate_kv(num_blocks, BLOCK_SIZE)
+        self._runner = Runner(model, kv, num_blocks, BLOCK_SIZE, max_rows, max_length, LocalComm())
+        self._backend: Backend = model.backend
+        self._plans = Plans(model.arch.vocab_size, sampling)
 
     def _execute(self, plan: StepPlan) -> _Sample:
         measured = self._backend if isinstance(self._backend, MeasuredBackend) else None
@@ -102,8 +118,8 @@ class Steps:
         samples: list[_Sample] = []
         deadline = 0.0
         while len(samples) <= LEAST_STEPS or (time.perf_counter() < deadline and len(samples) <= MOST_STEPS):
-            self._end_all()
-            samples.append(self._execute(self._prompt(0, tokens, tokens)))
+            self._plans.end_all()
+            samples.append(self._execute(self._plans.prompt(0, tokens, tokens)))
             if len(samples) == 1:
                 deadline = time.perf_counter() + seconds
         del samples[0]  # in which buffers may have grown
@@ -111,21 +127,17 @@ class Steps:
 
     def decode(self, rows: int, context: int, seconds: float) -> tuple[StepTimes, Sequence[int]]:
         """Steps of `rows` requests with prompts of `context` tokens, and how long their contexts were in each."""
-        self._end_all()
+        self._plans.end_all()
         for row in range(rows):
-            self._execute(self._prompt(row, context, context + MOST_STEPS))
-        first_step = self._next_step
-        plans = [
-            self._plan([(row, position, 1, 1) for row in range(rows)])
-            for position in range(context, context + MOST_STEPS)
-        ]
+            self._execute(self._plans.prompt(row, context, context + MOST_STEPS))
+        plans = self._plans.decodes(rows, context, MOST_STEPS)
         samples: list[_Sample] = []
         deadline = time.perf_counter() + seconds
         for plan in plans:
             if len(samples) > LEAST_STEPS and time.perf_counter() >= deadline:
                 break
             samples.append(self._execute(plan))
-        self._next_step = first_step + len(samples)
+        self._plans.unused(plans[len(samples) :])
         starts = [sample.start for sample in samples]
         intervals = [later - earlier for earlier, later in pairwise(starts)]
         return _medians(samples[:-1], intervals), range(context + 1, context + len(samples))

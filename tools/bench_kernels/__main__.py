@@ -1,4 +1,7 @@
-"""How fast the CPU kernels are, each alone: times, rates, and the fraction of what this machine can do at most."""
+"""How fast the kernels are, each alone: times, rates, and the fraction of what this machine can do at most.
+
+Those of the CPU, or with --device cuda those of the GPU.
+"""
 
 import argparse
 import sys
@@ -12,14 +15,15 @@ from kernels.cpu.library import GROUP, load
 from tools.arguments import tool_parser
 from tools.bench_kernels.cases import Case, Place, all_cases
 from tools.bench_kernels.command import check_common, machine_line, say, write_json
+from tools.bench_kernels.gpu import bench_gpu
 from tools.bench_kernels.limits import Limits, Work, last_level_cache, measure_limits, usable_cores
 from tools.bench_kernels.timing import median_seconds
 from tools.bench_kernels.weights import Weights
 from tools.simulate.table import render
 
 _EPILOG = """\
-First, small probes measure what the machine can do in this run, with the same threads: read memory, multiply and add
-float32 in registers, and 16-bit and 8-bit integers as the kernels of int8 and int4 weights do. Each kernel is timed:
+On the CPU small probes first measure what the machine can do in this run, with the same threads: read memory, multiply
+and add float32 in registers, and 16-bit and 8-bit integers as the kernels of int8 and int4 weights do. Then come:
 
 linear, gated, logits / KIND / NxK / ROWS   products with a packed [N, K] weight
 greedy / KIND / NxK / ROWS      those of logits, of which only the ids of the largest are kept
@@ -35,10 +39,15 @@ the measured time; by says which. Weights and KV are taken from copies that fill
 after the other, so that a product with one row reads memory, as it does in a step. The data of norm, rope and embed is
 small and may be in a cache: theirs may be above 1.
 
+On the GPU the limits are what copying and multiplying large matrices reach in this run. The cases are those of
+tools/gpu_kernels, called KERNEL/NAME, and are measured with a cold L2 cache; speedup is the time of a library that does
+the same over that of the kernel. --threads and --shape have no meaning there.
+
   python -m tools.bench_kernels                        all of it, some minutes
   python -m tools.bench_kernels --only '*/int4/*/1'    products of one row with int4 weights
   python -m tools.bench_kernels --only 'decode/*' --threads 1
   python -m tools.bench_kernels --only 'linear/*' --shape 4096 4096
+  python -m tools.bench_kernels --device cuda --only 'prefill_attention/*'
 """
 _CACHES = 3  # weights and KV fill so many times the last-level cache
 _MOST_VALUES = 1 << 28  # of a weight
@@ -89,6 +98,7 @@ def table(results: Sequence[Measured]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = tool_parser("bench_kernels", __doc__, _EPILOG)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="compute threads (default: usable cores)")
     parser.add_argument(
         "--seconds", type=float, default=0.2, help="how long each kernel and each limit is measured (default: 0.2)"
@@ -108,10 +118,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 2 when the kernels can't be had."""
+    """The exit status: 2 when the kernels can't be had, or there is no GPU for --device cuda."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     check_common(parser, arguments)
+    if arguments.device == "cuda":
+        return bench_gpu(parser, arguments)
     for n, k in arguments.shape:
         if min(n, k) < 1 or n * k > _MOST_VALUES or k % GROUP:
             parser.error(f"--shape {n} {k}: N and K must be positive, K a multiple of {GROUP}, N * K at most 2^28")

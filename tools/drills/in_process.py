@@ -13,7 +13,7 @@ from pathlib import Path
 from config.schema import Config
 from gpu_workers.comm import LocalComm
 from gpu_workers.models.llama import LlamaModel
-from gpu_workers.runner import Runner
+from gpu_workers.runner import Runner, Step
 from ipc.codec import pack_ints
 from ipc.engine_messages import NewRow, SamplingSpec, StepPlan
 from tools.score.model import load
@@ -40,6 +40,7 @@ class ClosedLoop:
         self._runner = Runner(model, kv, num_blocks, block_size, streams, longest, LocalComm())
         self._streams = streams
         self._step_tokens = step_tokens
+        self._running: Step | None = None  # on a device that the runner doesn't wait for
         self._steps = itertools.count()
         self._freed: list[int] = []
 
@@ -66,6 +67,7 @@ class ClosedLoop:
                 running.remove(request)
                 rows.append(request.row)
                 self._freed.append(request.row)
+        self._finish()
         return time.perf_counter() - begin
 
     def _schedule(self, request: _Running, budget: int, scheduled: list[tuple[int, int, int, int]]) -> int:
@@ -80,8 +82,18 @@ class ClosedLoop:
 
     def _execute(self, scheduled: list[tuple[int, int, int, int]], new: list[NewRow]) -> None:
         columns = pack_ints(value for entry in scheduled for value in entry)
-        self._runner.execute(StepPlan(next(self._steps), tuple(new), pack_ints(self._freed), b"", columns))
+        step = self._runner.launch(StepPlan(next(self._steps), tuple(new), pack_ints(self._freed), b"", columns))
+        self._finish()
+        self._runner.sample(step)
+        self._running = step
+        if not self._runner.overlaps:
+            self._finish()
         self._freed = []
+
+    def _finish(self) -> None:
+        if self._running is not None:
+            self._runner.collect(self._running)
+            self._running = None
 
 
 def load_as_served(path: Path, config: Config) -> LlamaModel:

@@ -35,3 +35,8 @@ class Case:
     hot: bool = True  # runs in each layer or step: it must not spill registers
     # Settings that are tried when the table is made anew.
     candidates: tuple[Mapping[str, Any], ...] = field(default=())
+
+    @property
+    def label(self) -> str:
+        """What `--only` of the tools is compared with."""
+        return f"{self.kernel}/{self.name}"

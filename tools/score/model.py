@@ -26,10 +26,11 @@ def load(
     kernels: str = "auto",
     quantized: bool = False,
     kv_dtype: str = "float32",
+    device: str = "cpu",
 ) -> LlamaModel:
     """The model as a server with these settings has it; StartError or ValueError when it can't be loaded."""
     backend = make_backend(
-        "cpu", dtype, threads, deterministic=True, kernels=kernels, quantized=quantized, kv_dtype=kv_dtype
+        device, dtype, threads, deterministic=True, kernels=kernels, quantized=quantized, kv_dtype=kv_dtype
     )
     return assemble(path, backend)
 
@@ -76,17 +77,18 @@ def allocate_kv(model: LlamaModel, tokens: int) -> Any:
 def logits(model: LlamaModel, kv: Any, tokens: list[int], first: int) -> torch.Tensor:
     """Logits [len(tokens) - first, vocabulary], float32, after `first + 1` tokens and each one more; one prefill.
 
-    They are good until the next call. What `kv` held before is overwritten.
+    On the CPU, whatever the model's device. They are good until the next call. What `kv` held before is overwritten.
     """
     count = len(tokens)
     blocks = -(-count // _BLOCK_SIZE)
+    device = model.backend.device
     batch = ForwardBatch(
-        token_ids=torch.tensor(tokens),
-        positions=torch.arange(count),
-        slots=torch.arange(count),
+        token_ids=torch.tensor(tokens, device=device),
+        positions=torch.arange(count, device=device),
+        slots=torch.arange(count, device=device),
         query_starts=[0, count],
         context_lens=[count],
-        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
-        logits_rows=torch.arange(first, count),
+        block_tables=torch.arange(blocks, dtype=torch.int32, device=device)[None],
+        logits_rows=torch.arange(first, count, device=device),
     )
-    return model.forward(batch, kv)
+    return model.forward(batch, kv).cpu()

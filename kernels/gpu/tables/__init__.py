@@ -11,7 +11,7 @@ has no `when`. An empty `measured` says that the settings were chosen by countin
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -22,32 +22,61 @@ from kernels.gpu.launch import architecture
 
 FOLDER = Path(__file__).parent
 
-_tried: ContextVar[Mapping[str, Any] | None] = ContextVar("tried", default=None)
+Shape = Mapping[str, int | str]
+Entry = Mapping[str, Any]  # "when", where it is not the last one, and "use"
+
+_tried: ContextVar[tuple[Mapping[str, Any], str] | None] = ContextVar("tried", default=None)
+_noted: ContextVar[list[tuple[str, Shape]] | None] = ContextVar("noted", default=None)
 
 
 def choose(kernel: str, **shape: int | str) -> Mapping[str, Any]:
     """The settings of `kernel` for `shape` on the current architecture; KeyError when no table has the kernel."""
+    noted = _noted.get()
+    if noted is not None:
+        noted.append((kernel, shape))
     tried = _tried.get()
-    return tried if tried is not None else _choose(architecture(), kernel, tuple(shape.items()))
+    if tried is not None and tried[1] in ("", kernel):
+        return tried[0]
+    return _choose(architecture(), kernel, tuple(shape.items()))
 
 
 @contextmanager
-def trying(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, `settings` are taken for every kernel and shape: for tuning."""
-    token = _tried.set(settings)
+def trying(settings: Mapping[str, Any], kernel: str = "") -> Iterator[None]:
+    """Inside, `settings` are taken for every shape of `kernel`, or of all kernels: for tuning."""
+    token = _tried.set((settings, kernel))
     try:
         yield
     finally:
         _tried.reset(token)
 
 
+@contextmanager
+def noting() -> Iterator[list[tuple[str, Shape]]]:
+    """The kernels and shapes that settings are chosen for inside, in that order."""
+    noted: list[tuple[str, Shape]] = []
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
 @cache
 def _choose(name: str, kernel: str, shape: tuple[tuple[str, int | str], ...]) -> Mapping[str, Any]:
+    found = entries(name)[kernel]
     values = dict(shape)
-    for entry in entries(name)[kernel]:
-        if all(_holds(values[parameter], wanted) for parameter, wanted in entry.get("when", {}).items()):
-            return entry["use"]
-    raise KeyError(f"{name}: {kernel} has no settings for {values}")
+    index = entry_index(found, values)
+    if index is None:
+        raise KeyError(f"{name}: {kernel} has no settings for {values}")
+    return found[index]["use"]
+
+
+def entry_index(found: Sequence[Entry], shape: Shape) -> int | None:
+    """Which of a kernel's entries is taken for `shape`."""
+    for index, entry in enumerate(found):
+        if all(_holds(shape[parameter], wanted) for parameter, wanted in entry.get("when", {}).items()):
+            return index
+    return None
 
 
 def _holds(value: int | str, wanted: Any) -> bool:

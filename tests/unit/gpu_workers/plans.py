@@ -6,8 +6,11 @@ import numpy as np
 import torch
 
 from gpu_workers.batch import ForwardBatch
+from gpu_workers.clock import HostClock
+from gpu_workers.drawn import Drawn, Known, Logprobs, Tokens
 from gpu_workers.prepare import prepare
-from gpu_workers.sampling import argmax, choose_tokens
+from gpu_workers.rows import UNKNOWN, Ints, int32_columns
+from gpu_workers.sampling import argmax, sample
 from ipc.codec import pack_floats, pack_ints
 from ipc.engine_messages import NewRow, SamplingSpec, StepPlan
 
@@ -65,8 +68,58 @@ def plan(step: int, scheduled=(), *, new=(), freed=(), blocks=(), outs=(), ins=(
 def plain_backend() -> SimpleNamespace:
     """What the runner needs of a backend."""
     device = torch.device("cpu")
+
+    def draw(logits, batch, settings, mask=None) -> Known:
+        return Known(argmax(logits)) if settings is None else Known(*sample(logits, settings, mask))
+
     return SimpleNamespace(
-        device=device, prepare=lambda rows, scheduled: prepare(rows, scheduled, device), choose_tokens=choose_tokens
+        device=device,
+        overlaps=False,
+        clock=HostClock(),
+        prepare=lambda rows, scheduled: prepare(rows, scheduled, device),
+        draw=draw,
+    )
+
+
+class Late(Drawn):
+    """Known to the device, and to the host only when it asks a second time."""
+
+    def __init__(self, known: Known) -> None:
+        self._known = known
+        self._asked = False
+
+    def ready(self) -> bool:
+        before, self._asked = self._asked, True
+        return before
+
+    def result(self) -> tuple[Tokens, Logprobs]:
+        return self._known.result()
+
+
+def overlapping_backend() -> SimpleNamespace:
+    """The same of a device that keeps the tokens it samples, which the host may learn later."""
+    last_tokens: dict[int, int] = {}
+    current: dict[str, Ints] = {}
+
+    def prepare_with_last(rows, scheduled):
+        prepared = prepare(rows, scheduled, torch.device("cpu"))
+        if prepared is None:
+            return None
+        columns = int32_columns(scheduled, 4, "scheduled")
+        owners = np.repeat(columns[:, 0], columns[:, 2])
+        ids = prepared.batch.token_ids
+        for at in torch.nonzero(ids == UNKNOWN)[:, 0].tolist():
+            ids[at] = last_tokens[int(owners[at])]
+        current["rows"] = prepared.sampling_rows
+        return prepared
+
+    def draw(logits, batch, settings, mask=None) -> Late:
+        ids, logprobs = (argmax(logits), ()) if settings is None else sample(logits, settings, mask)
+        last_tokens.update(zip(current["rows"].tolist(), ids.tolist(), strict=True))
+        return Late(Known(ids, logprobs))
+
+    return SimpleNamespace(
+        device=torch.device("cpu"), overlaps=True, clock=HostClock(), prepare=prepare_with_last, draw=draw
     )
 
 

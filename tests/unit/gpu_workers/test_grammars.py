@@ -79,7 +79,7 @@ def allowed(grammars: Grammars, rows: list[int]) -> dict[int, list[int]]:
 
 def take(grammars: Grammars, row: int, token: int) -> tuple[bool, str]:
     """Whether the row is complete now, and what failed."""
-    completed, failed = grammars.take(np.array([row], dtype=np.int32), np.array([token]))
+    completed, failed = grammars.take(np.array([row], dtype=np.int32), np.array([token]), np.arange(1))
     return completed == (0,), failed[0].message if failed else ""
 
 
@@ -125,7 +125,7 @@ class Matchers(RuleBasedStateMachine):
         for row in order:
             ends = [token for token in masks[row] if TOKENS[token] in (b"<eos>", b"}", b'"', b"]", b'"}')]
             chosen.append(data.draw(st.sampled_from(ends if bias == "end" and ends else masks[row])))
-        completed, failed = self.grammars.take(np.array(order, dtype=np.int32), np.array(chosen))
+        completed, failed = self.grammars.take(np.array(order, dtype=np.int32), np.array(chosen), np.arange(len(order)))
         assert failed == ()
         for index, (row, token) in enumerate(zip(order, chosen, strict=True)):
             schema, outputs = self.rows[row]
@@ -184,7 +184,7 @@ def test_a_failure_stays_with_its_row(table: Path, bad: NewRow) -> None:
     grammars.add(row_of(2, regex("b+")))
     assert set(allowed(grammars, [0, 1, 2, 4])) == {0, 2}
     ids = [1 + ord("a"), 1 + ord("x"), 1 + ord("b"), 5]
-    completed, failed = grammars.take(np.array([0, 1, 2, 4], dtype=np.int32), np.array(ids))
+    completed, failed = grammars.take(np.array([0, 1, 2, 4], dtype=np.int32), np.array(ids), np.arange(4))
     assert completed == ()
     assert [failure.index for failure in failed] == [1]
     assert failed[0].message.startswith("grammar: ")
@@ -196,7 +196,7 @@ def test_a_refused_token_and_an_impossible_one_fail_their_rows(table: Path) -> N
     for row in range(2):
         grammars.add(row_of(row, regex("ab")))
     allowed(grammars, [0, 1])
-    completed, failed = grammars.take(np.array([0, 1], dtype=np.int32), np.array([1 + ord("b"), -1]))
+    completed, failed = grammars.take(np.array([0, 1], dtype=np.int32), np.array([1 + ord("b"), -1]), np.arange(2))
     assert completed == ()
     assert [failure.index for failure in failed] == [0, 1]
     assert "allowed_token_ids" in failed[1].message
@@ -221,7 +221,7 @@ class PanickingEngine(GrammarEngine):
             raise Panic("in the constructor")
         return super().matcher(grammar)
 
-    def limits(self, matchers: list[Any]) -> Any:
+    def bits(self, matchers: list[Any]) -> Any:
         raise Panic("in a mask")
 
 

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from gpu_workers.sampling import sample
+from tests.chi_square import chi_square, chi_square_bound
 from tests.unit.gpu_workers.plans import spec
 from tests.unit.gpu_workers.test_sampling_oracle import VOCAB, batch_of, random_logits
 
@@ -25,30 +26,6 @@ DRAWS = 20_000
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
-
-
-def chi_square_bound(degrees: int) -> float:
-    """Exceeded with probability 0.001 by a chi-square variable (Wilson & Hilferty 1931; 1% off from 5 degrees on)."""
-    z = 3.0902
-    spread = 2 / (9 * degrees)
-    return degrees * (1 - spread + z * spread**0.5) ** 3
-
-
-def chi_square(token_ids: np.ndarray, probabilities: np.ndarray) -> tuple[float, int]:
-    """Pearson's statistic and its degrees of freedom; infinite when an impossible token was drawn."""
-    observed = np.bincount(token_ids, minlength=len(probabilities)).astype(float)
-    if observed[probabilities == 0].any():
-        return float("inf"), 1
-    order = np.argsort(-probabilities)
-    expected = probabilities[order] * len(token_ids)
-    observed = observed[order]
-    many = expected >= 10
-    if expected[~many].sum() >= 10:
-        expected = np.append(expected[many], expected[~many].sum())
-        observed = np.append(observed[many], observed[~many].sum())
-    else:
-        expected, observed = expected[many], observed[many]
-    return float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1
 
 
 def draws(logits: torch.Tensor, seeds, **settings) -> np.ndarray:

@@ -13,7 +13,7 @@ from ipc.channels import AsyncRouter, BlockingDealer
 from ipc.codec import Decoder, unpack_ints
 from ipc.engine_messages import FromWorker, StepFailed, StepResult, ToWorker, WorkerReady
 from ipc.sessions import new_incarnation
-from tests.unit.gpu_workers.plans import HashModel, new_row, plan
+from tests.unit.gpu_workers.plans import HashModel, new_row, overlapping_backend, plain_backend, plan
 
 
 def run_worker(tmp_path, talk, model=None) -> tuple[int, list[FromWorker]]:
@@ -66,7 +66,8 @@ def run_worker(tmp_path, talk, model=None) -> tuple[int, list[FromWorker]]:
     return statuses[0], received
 
 
-def test_two_plans_may_be_on_their_way_and_results_come_in_order(tmp_path):
+@pytest.mark.parametrize("backend", [plain_backend, overlapping_backend])
+def test_two_plans_may_be_on_their_way_and_results_come_in_order(tmp_path, backend):
     async def talk(send, until, stop):
         send(plan(0, [(0, 0, 3, 1)], new=[new_row(0, [1, 2, 3], [4, 5])]))
         send(plan(1, [(0, 3, 1, 1)]))
@@ -74,7 +75,9 @@ def test_two_plans_may_be_on_their_way_and_results_come_in_order(tmp_path):
         await until(4)
         stop.set()
 
-    status, received = run_worker(tmp_path, talk)
+    model = HashModel(101, 16, 4)
+    model.backend = backend()
+    status, received = run_worker(tmp_path, talk, model)
     assert status == 0
     assert received[0] == WorkerReady(rank=0, num_blocks=16)
     results = received[1:]
@@ -120,7 +123,7 @@ def test_whatever_fails_in_a_step_is_said_and_ends_the_loop(tmp_path, caplog, ki
 
 
 def test_a_result_that_cannot_be_sent_is_a_failed_step(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(Runner, "execute", lambda runner, plan: StepResult(plan.step, object()))
+    monkeypatch.setattr(Runner, "collect", lambda runner, step: StepResult(step.plan.step, object()))
 
     async def talk(send, until, stop):
         send(plan(0, [(0, 0, 3, 1)], new=[new_row(0, [1, 2, 3], [4])]))

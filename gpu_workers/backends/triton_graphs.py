@@ -1,0 +1,120 @@
+"""CUDA graphs of decode steps: one launch instead of hundreds, which the device would have to wait for.
+
+A graph is captured at start for each bucket of batch sizes and context lengths. It reads its batch where
+`StepInputs` puts it and writes logits that stay where they are; what lies between them is memory that all graphs share,
+since only one runs at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from config.graphs import graph_contexts
+from gpu_workers.backend import Compiled
+from gpu_workers.backends.triton_inputs import Bucket, GpuBatch, StepInputs
+from gpu_workers.backends.triton_kv import GpuKV
+from gpu_workers.batch import ForwardBatch
+
+
+def buckets_of(sequences: Sequence[int], max_model_len: int) -> list[Bucket]:
+    """Of each number of sequences one for each of some longest contexts, smallest first.
+
+    The grid of a graph's attention is that of its longest context, and programs beyond a sequence's end cost time.
+    """
+    contexts = graph_contexts(max_model_len)
+    return [Bucket(count, context) for count in sorted(sequences) for context in contexts]
+
+
+class HostGraph:
+    """What stands for a CUDA graph without a GPU: does the work again, and puts the results where they were."""
+
+    def __init__(self, work: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+        self._work = work
+        self.results = work()
+
+    def replay(self) -> None:
+        for kept, new in zip(self.results, self._work(), strict=True):
+            kept.copy_(new)
+
+
+class CudaGraph:
+    """`work`, recorded on the device; its memory comes from `pool`."""
+
+    def __init__(self, work: Callable[[], tuple[torch.Tensor, ...]], pool: Any) -> None:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()  # libraries and Triton do now what they do only once
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self.results = work()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+@dataclass(slots=True, frozen=True)
+class _Captured:
+    graph: HostGraph | CudaGraph
+    batch: GpuBatch
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return self.graph.results[0]
+
+    @property
+    def body(self) -> tuple[torch.Tensor, ...]:
+        return self.graph.results[1:]
+
+
+class GraphCompiled(Compiled):
+    """A forward whose decode batches are replayed where there is a graph for them, and that is run op by op else."""
+
+    def __init__(
+        self,
+        body: Callable[[Any, Any], tuple[torch.Tensor, ...]],
+        select: Callable[[Any, Any], torch.Tensor],
+        head: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """See `Backend.compile`."""
+        super().__init__(body, select, head)
+        self._graphs: dict[Bucket, _Captured] = {}
+
+    def __call__(self, batch: GpuBatch | ForwardBatch, kv: GpuKV) -> torch.Tensor:
+        if isinstance(batch, ForwardBatch):
+            batch = GpuBatch.of(batch, kv.pool.device)
+        captured = self._graphs.get(batch.bucket) if batch.bucket is not None else None
+        if captured is None:
+            batch = batch.with_tables(kv.block_size)
+            return super().__call__(batch, kv)
+        captured.graph.replay()
+        self._last = captured.body, batch
+        return captured.logits[: len(batch.sampling_rows)]
+
+    def _rows(self, token_rows: Any) -> torch.Tensor:
+        assert self._last is not None
+        return self._last[1].places(token_rows)  # type: ignore[no-any-return]
+
+    def capture(
+        self, inputs: StepInputs, kv: GpuKV, buckets: Sequence[Bucket], progress: Callable[[float], None]
+    ) -> None:
+        """Capture a graph for each of `buckets`; `progress` is told the fraction done. For `inputs` and `kv` alone."""
+        inputs.use_graphs(buckets)
+        on_gpu = kv.pool.device.type == "cuda"
+        pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        # The largest first: its memory is enough for the others.
+        for number, bucket in enumerate(reversed(buckets), start=1):
+            batch = inputs.empty_batch(bucket)
+
+            def work(batch: GpuBatch = batch) -> tuple[torch.Tensor, ...]:
+                with_tables = batch.with_tables(kv.block_size)
+                body = self._body(with_tables, kv)
+                return self._head(self._select(body, with_tables)), *body
+
+            with torch.inference_mode():
+                graph = CudaGraph(work, pool) if on_gpu else HostGraph(work)
+            self._graphs[bucket] = _Captured(graph, batch)
+            progress(number / len(buckets))

@@ -1,0 +1,101 @@
+"""The paged KV pool on a GPU, and blocks of it in pinned host memory."""
+
+from dataclasses import dataclass
+
+import torch
+
+QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, **QUANTIZED}
+
+
+@dataclass(slots=True, frozen=True)
+class GpuKV:
+    """Keys and values [2, layers, blocks, G, block size, D]: of one KV head, a block is one piece of memory.
+
+    8-bit ones have a float32 scale [2, layers, blocks, G, block size] each.
+    """
+
+    pool: torch.Tensor
+    scales: torch.Tensor | None
+
+    @classmethod
+    def allocate(
+        cls,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        kv_dtype: str,
+        device: torch.device,
+    ) -> "GpuKV":
+        shape = (2, num_layers, num_blocks, num_kv_heads, block_size)
+        scales = torch.zeros(shape, device=device) if kv_dtype in QUANTIZED else None
+        return cls(torch.zeros(*shape, head_dim, dtype=_DTYPES[kv_dtype], device=device), scales)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.pool.shape[3]
+
+    @property
+    def block_size(self) -> int:
+        return self.pool.shape[4]
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Keys, values and their scales of a layer, [blocks, G, block size, D] and [blocks, G, block size]."""
+        if self.scales is None:
+            return self.pool[0, layer], self.pool[1, layer], None, None
+        return self.pool[0, layer], self.pool[1, layer], self.scales[0, layer], self.scales[1, layer]
+
+    def parts(self) -> list[torch.Tensor]:
+        """What a block consists of, as bytes [2, layers, blocks, bytes]."""
+        return [
+            part.view(torch.uint8).flatten(3)
+            for part in (self.pool.flatten(3), None if self.scales is None else self.scales.flatten(3))
+            if part is not None
+        ]
+
+
+class GpuHostKV:
+    """Blocks as bytes [blocks, 2, layers, bytes], pinned, and copies on a stream of their own.
+
+    A copy waits for all that was started on the device before it: forwards that wrote what it reads among them.
+    """
+
+    def __init__(self, kv: GpuKV, num_blocks: int) -> None:
+        pinned = kv.pool.device.type == "cuda"
+        self._stream = torch.cuda.Stream() if pinned else None  # type: ignore[no-untyped-call]
+        self._main = torch.cuda.current_stream() if pinned else None
+        self._blocks = [
+            torch.zeros(num_blocks, *part.shape[:2], part.shape[3], dtype=torch.uint8, pin_memory=pinned)
+            for part in kv.parts()
+        ]
+
+    def copy_out(self, kv: GpuKV, pairs: torch.Tensor) -> None:
+        """`pairs` [N, 2]: KV block id, host block id. Complete when it returns."""
+        with torch.cuda.stream(self._stream):
+            self._wait_for_forwards()
+            for here, part in zip(self._blocks, kv.parts(), strict=True):
+                gathered = part[:, :, pairs[:, 0].to(part.device)].movedim(2, 0).contiguous()
+                for block, host_block in zip(gathered, pairs[:, 1].tolist(), strict=True):
+                    here[host_block].copy_(block, non_blocking=True)
+            self._finish()
+
+    def copy_in(self, kv: GpuKV, pairs: torch.Tensor) -> None:
+        """`pairs` [N, 2]: host block id, KV block id. Complete when it returns."""
+        with torch.cuda.stream(self._stream):
+            self._wait_for_forwards()
+            for here, part in zip(self._blocks, kv.parts(), strict=True):
+                arrived = torch.empty(len(pairs), *here.shape[1:], dtype=torch.uint8, device=part.device)
+                for block, host_block in zip(arrived, pairs[:, 0].tolist(), strict=True):
+                    block.copy_(here[host_block], non_blocking=True)
+                part[:, :, pairs[:, 1].to(part.device)] = arrived.movedim(0, 2)
+            self._finish()
+
+    def _wait_for_forwards(self) -> None:
+        if self._stream is not None and self._main is not None:
+            self._stream.wait_stream(self._main)
+
+    def _finish(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()

@@ -1,0 +1,20 @@
+"""Fixtures for tests of the tools around the GPU kernels."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kernels.gpu import tables
+from tests.unit.tools import toy_kernels
+
+TOY = toy_kernels.__name__
+
+
+@pytest.fixture
+def toy_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a module with cases, which takes the place of all shipped ones."""
+    for command in ("check_gpu", "compile_kernels", "tune_kernels"):
+        monkeypatch.setattr(f"tools.{command}.__main__.families", lambda: [TOY])
+    monkeypatch.setattr("tools.bench_kernels.gpu.families", lambda: [TOY])
+    yield TOY
+    tables.entries.cache_clear()  # toy_kernels has put its table there

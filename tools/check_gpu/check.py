@@ -1,0 +1,21 @@
+"""What all parts of the check are given."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.gpu_kernels.case import Case
+from tools.gpu_kernels.device import Machine
+from tools.gpu_kernels.workers import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The cases, from `modules`, and the process that runs them; the model and the reference of the engine's part."""
+
+    cases: Sequence[Case]
+    modules: Sequence[str]
+    process: Worker
+    machine: Machine
+    model: Path
+    reference: Path
