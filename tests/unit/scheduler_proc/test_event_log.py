@@ -259,7 +259,7 @@ def submit(request_id: int, prompt: list[int], namespace: str = "", tenant: str 
 
 def synthetic(path: Path, events: list[Arrived]) -> list[Submit]:
     """What a log says of these arrivals."""
-    config = SchedulerConfig(max_step_tokens=64, prefill_chunk=64)
+    config = SchedulerConfig(max_seqs=64, max_step_tokens=64, prefill_chunk=64)
     core = SchedulerCore(config, num_blocks=64, max_model_len=256, vocab_size=1000)
     with path.open("wb") as file:
         header = Header(config=config, num_blocks=64, num_host_blocks=0, max_model_len=256)
@@ -469,7 +469,7 @@ class FullDisk(io.BytesIO):
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = SchedulerConfig(max_step_tokens=64, prefill_chunk=64)
+    config = SchedulerConfig(max_seqs=64, max_step_tokens=64, prefill_chunk=64)
     core = SchedulerCore(config, num_blocks=64, max_model_len=256, vocab_size=1000)
     disk = FullDisk()
     header = Header(config=config, num_blocks=64, num_host_blocks=0, max_model_len=256)
@@ -489,7 +489,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_server(tmp_path: Path, caplo
 
 def test_the_recorder_forgets_requests_that_have_ended() -> None:
     """Memory: what is kept for a request goes with it, however it ends."""
-    config = SchedulerConfig(max_step_tokens=64, prefill_chunk=64)
+    config = SchedulerConfig(max_seqs=64, max_step_tokens=64, prefill_chunk=64)
     core = SchedulerCore(config, num_blocks=64, max_model_len=256, vocab_size=1000)
     recorder = Recorder(
         core.handle, io.BytesIO(), Header(config=config, num_blocks=64, num_host_blocks=0, max_model_len=256), 1000

@@ -159,7 +159,7 @@ def test_the_online_cost_model_learns_what_the_device_costs() -> None:
 def test_the_mooncake_trace_hits_as_often_as_the_infinite_cache(shared_dir: Path) -> None:
     """The known rate is 0.32."""
     trace = read_trace(shared_dir / "traces" / "mooncake_conversation_div16.jsonl")
-    config = SchedulerConfig(max_step_tokens=512, prefill_chunk=512)
+    config = SchedulerConfig(max_seqs=64, max_step_tokens=512, prefill_chunk=512)
     blocks = sum((row.input_length + row.output_length) // 16 + 2 for row in trace)
     slow = StepCost(30_000.0, 100.0, 0.0, 0.0, 0.0)  # few steps with many requests, which takes less real time
     run = Simulation(trace, setup(config, blocks, max_model_len=8192, cost=slow)).run()
