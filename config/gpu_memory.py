@@ -32,8 +32,8 @@ _BLOCK_INPUTS = {4: 128, 8: 64}
 _GROUPS = (128, 64, 32)
 _BITS = {"int4": 4, "int8": 8}
 
-# Decode attention divides contexts into splits (`kernels.gpu.decode_attention`).
-_SPLIT_TOKENS = 256
+# Decode attention divides contexts into splits of so many bytes of keys (`kernels.gpu.decode_attention`).
+_SPLIT_BYTES = 1 << 16
 _SPLITS_OF_HEADS, _LEAST_SPLITS, _MOST_SPLITS = 512, 16, 128
 
 _SCORED_ROWS = 48  # whose logits are computed at once for log-probabilities of prompts
@@ -104,10 +104,13 @@ def _matrix_bytes(rows: int, inputs: int, kept: str, formats: WeightFormats) -> 
     bits = _BITS[kept]
     rows = _round_up(rows, _BLOCK_ROWS)
     packed_inputs = _round_up(inputs, _BLOCK_INPUTS[bits])
-    groups = 1
+    group = packed_inputs
     if formats.group < inputs:
-        groups = -(-packed_inputs // next(size for size in _GROUPS if formats.group % size == 0))
-    numbers = 2 if bits == 4 and formats.has_minimums else 1
+        group = next(size for size in _GROUPS if formats.group % size == 0)
+    groups = -(-packed_inputs // group)
+    # Where a block of inputs has one group, a scale always has room for a minimum beside it.
+    has_scale_alone = formats.group < inputs and group < _BLOCK_INPUTS[bits] and (bits == 8 or not formats.has_minimums)
+    numbers = 1 if has_scale_alone else 2
     return rows * (packed_inputs * bits // 8 + groups * numbers * 2)
 
 
@@ -128,7 +131,14 @@ def token_width(arch: ModelArch, tp: int = 1) -> int:
 
 
 def gpu_buffers(
-    arch: ModelArch, dtype: str, max_step_tokens: int, max_seqs: int, max_model_len: int, block_size: int, tp: int = 1
+    arch: ModelArch,
+    dtype: str,
+    kv_dtype: str,
+    max_step_tokens: int,
+    max_seqs: int,
+    max_model_len: int,
+    block_size: int,
+    tp: int = 1,
 ) -> GpuBuffers:
     """For steps of `max_step_tokens` tokens of `max_seqs` sequences, none of them longer than `max_model_len`."""
     rows = max(max_seqs, min(_SCORED_ROWS, max_step_tokens))
@@ -137,20 +147,28 @@ def gpu_buffers(
     return GpuBuffers(
         tokens=max_step_tokens * token_width(arch, tp) * DTYPE_BYTES[dtype],
         logits=rows * (2 * arch.vocab_size * 4 + _SAMPLING_BYTES),  # as they are, and those whose values are told
-        attention=max_seqs * _attention_bytes(arch, max_model_len, tp),
+        attention=max_seqs * _attention_bytes(arch, kv_dtype, max_model_len, tp),
         tables=rotations + 2 * block_tables + max_step_tokens * _INDEX_BYTES,  # of all rows, and of a step's
     )
 
 
-def _attention_bytes(arch: ModelArch, max_model_len: int, tp: int) -> int:
+def _attention_bytes(arch: ModelArch, kv_dtype: str, max_model_len: int, tp: int) -> int:
     """Of a decoding sequence: from each split and head a float32 vector, its largest score and its sum."""
+    width = 1 << (arch.head_dim - 1).bit_length()
+    shortest = _SPLIT_BYTES // (width * DTYPE_BYTES.get(kv_dtype, 1))
     most = min(max(_SPLITS_OF_HEADS // (arch.num_kv_heads // tp), _LEAST_SPLITS), _MOST_SPLITS)
-    splits = min(-(-max_model_len // _SPLIT_TOKENS), most)
+    splits = min(-(-max_model_len // shortest), most)
     return arch.num_heads // tp * splits * (arch.head_dim + 2) * 4 if splits > 1 else 0
 
 
 def graph_bytes(
-    arch: ModelArch, dtype: str, max_graph_seqs: int, max_model_len: int, block_size: int, tp: int = 1
+    arch: ModelArch,
+    dtype: str,
+    kv_dtype: str,
+    max_graph_seqs: int,
+    max_model_len: int,
+    block_size: int,
+    tp: int = 1,
 ) -> int:
     """Estimate of what the graphs of all decode batches of up to `max_graph_seqs` sequences take.
 
@@ -160,5 +178,5 @@ def graph_bytes(
         return 0
     graphs = len(graph_buckets(max_graph_seqs)) * len(graph_contexts(max_model_len))
     kernels = _KERNELS_OF_LAYER * arch.num_layers + _OTHER_KERNELS
-    pool = gpu_buffers(arch, dtype, max_graph_seqs, max_graph_seqs, max_model_len, block_size, tp)
+    pool = gpu_buffers(arch, dtype, kv_dtype, max_graph_seqs, max_graph_seqs, max_model_len, block_size, tp)
     return graphs * kernels * _KERNEL_NODE + pool.tokens + pool.logits + pool.attention

@@ -164,7 +164,7 @@ def _draft(config: Config, arch: ModelArch, machine: Machine, length: int) -> Me
     is_native, buffers = worker.kernels == "native", None
     if worker.kernels == "triton":
         weights, note = gpu_memory.gpu_weight_bytes(arch, model, tp)
-        buffers = gpu_memory.gpu_buffers(arch, dtype, step, seqs, length, scheduler.block_size, tp)
+        buffers = gpu_memory.gpu_buffers(arch, dtype, model.kv_dtype, step, seqs, length, scheduler.block_size, tp)
     else:
         weights, note = memory_plan.weight_bytes(arch, model, is_native, machine.has_bfloat16, tp)
     is_cuda = worker.device == "cuda"
@@ -187,14 +187,14 @@ def _draft(config: Config, arch: ModelArch, machine: Machine, length: int) -> Me
 
 
 def _gpu_budget(config: Config, arch: ModelArch, machine: Machine, length: int) -> GpuBudget:
-    gpu, worker, block_size = machine.gpus[0], config.worker, config.scheduler.block_size
-    graph_seqs = worker.max_graph_seqs or 0
+    gpu, model, worker = machine.gpus[0], config.model, config.worker
+    block_size, graph_seqs = config.scheduler.block_size, worker.max_graph_seqs or 0
     return GpuBudget(
         name=gpu.name,
         total=gpu.total_bytes,
         free=gpu.free_bytes,
         usable=_usable(config, machine),
-        graphs=gpu_memory.graph_bytes(arch, config.model.dtype, graph_seqs, length, block_size, worker.tp),
+        graphs=gpu_memory.graph_bytes(arch, model.dtype, model.kv_dtype, graph_seqs, length, block_size, worker.tp),
         runtime=gpu_memory.CUDA_RUNTIME,
         elsewhere=machine.plans_elsewhere,
     )

@@ -61,10 +61,13 @@ def test_integers_are_filled_up_to_whole_blocks() -> None:
     int4 = formatted(SMOLLM2_135M, "int4")
     of_4_bits = rows_of_576 * (640 // 2 + 2 * 2 * 640 // 32) + rows_of_1536 * (1536 // 2 + 2 * 2 * 1536 // 32)
     assert weights(int4) == (floats + 30 * of_4_bits, "matrices are held as bfloat16, int4")
-    # With one group for 128 inputs, and with one for all, and no minimums.
-    of_128 = rows_of_576 * (320 + 2 * 5) + rows_of_1536 * (768 + 2 * 12)
+    # Without minimums; in groups of 128 and more, whose scales have a minimum's room; in one group.
+    of_32 = rows_of_576 * (320 + 2 * 20) + rows_of_1536 * (768 + 2 * 48)
+    assert weights(formatted(SMOLLM2_135M, "int4", has_minimums=False))[0] == floats + 30 * of_32
+    of_128 = rows_of_576 * (320 + 4 * 5) + rows_of_1536 * (768 + 4 * 12)
     assert weights(formatted(SMOLLM2_135M, "int4", group=128, has_minimums=False))[0] == floats + 30 * of_128
-    of_all = rows_of_576 * (320 + 2) + rows_of_1536 * (768 + 2)
+    assert weights(formatted(SMOLLM2_135M, "int4", group=256))[0] == floats + 30 * of_128
+    of_all = rows_of_576 * (320 + 4) + rows_of_1536 * (768 + 4)
     assert weights(formatted(SMOLLM2_135M, "int4", group=1 << 30, has_minimums=False))[0] == floats + 30 * of_all
     of_8_bits = rows_of_576 * (576 + 2 * 576 // 32) + rows_of_1536 * (1536 + 2 * 1536 // 32)
     assert weights(formatted(SMOLLM2_135M, "int8"))[0] == floats + 30 * of_8_bits
@@ -94,7 +97,7 @@ def test_eight_bit_keys_have_a_scale_each() -> None:
 def test_buffers_of_an_8b_model_by_hand() -> None:
     # 3 x 4096 for the residual, the normed input and a result; 6144 for qkv and 4096 for attention; 3 x 14336.
     assert token_width(LLAMA_3_1_8B) == 3 * 4096 + 6144 + 4096 + 3 * 14_336
-    assert gpu_buffers(LLAMA_3_1_8B, "bfloat16", 8192, 256, 131_072, 16) == GpuBuffers(
+    assert gpu_buffers(LLAMA_3_1_8B, "bfloat16", "bfloat16", 8192, 256, 131_072, 16) == GpuBuffers(
         tokens=8192 * 65_536 * 2,
         logits=256 * (2 * 128_256 * 4 + 16_384),
         attention=256 * 32 * 64 * 130 * 4,  # 64 splits
@@ -103,13 +106,14 @@ def test_buffers_of_an_8b_model_by_hand() -> None:
 
 
 def test_short_contexts_are_not_split() -> None:
-    assert gpu_buffers(LLAMA_3_1_8B, "bfloat16", 512, 64, 256, 16).attention == 0
-    assert gpu_buffers(LLAMA_3_1_8B, "bfloat16", 512, 64, 257, 16).attention == 64 * 32 * 2 * 130 * 4
+    assert gpu_buffers(LLAMA_3_1_8B, "bfloat16", "bfloat16", 512, 64, 256, 16).attention == 0
+    assert gpu_buffers(LLAMA_3_1_8B, "bfloat16", "bfloat16", 512, 64, 257, 16).attention == 64 * 32 * 2 * 130 * 4
+    assert gpu_buffers(LLAMA_3_1_8B, "bfloat16", "fp8", 512, 64, 512, 16).attention == 0  # half the bytes
 
 
 def test_without_graphs_they_take_nothing_and_each_one_counts() -> None:
     def graphs(seqs: int, length: int) -> int:
-        return graph_bytes(SMOLLM2_135M, "bfloat16", seqs, length, 16)
+        return graph_bytes(SMOLLM2_135M, "bfloat16", "bfloat16", seqs, length, 16)
 
     assert graphs(0, 8192) == 0
     assert graphs(1, 2048) < graphs(2, 2048) < graphs(2, 8192)
@@ -126,10 +130,10 @@ def test_a_smaller_setting_never_takes_more(
     arch: ModelArch, step: int, seqs: int, length: int, block_size: int
 ) -> None:
     """What the advice on plans that don't fit searches by."""
-    whole = gpu_buffers(arch, "bfloat16", step, seqs, length, block_size).total
-    assert gpu_buffers(arch, "bfloat16", step - 1, seqs, length, block_size).total <= whole
-    assert gpu_buffers(arch, "bfloat16", step, max(1, seqs - 1), length, block_size).total <= whole
-    assert gpu_buffers(arch, "bfloat16", step, seqs, length - 1, block_size).total <= whole
-    graphs = graph_bytes(arch, "bfloat16", seqs, length, block_size)
-    assert graph_bytes(arch, "bfloat16", seqs - 1, length, block_size) <= graphs
-    assert graph_bytes(arch, "bfloat16", seqs, length - 1, block_size) <= graphs
+    whole = gpu_buffers(arch, "bfloat16", "fp8", step, seqs, length, block_size).total
+    assert gpu_buffers(arch, "bfloat16", "fp8", step - 1, seqs, length, block_size).total <= whole
+    assert gpu_buffers(arch, "bfloat16", "fp8", step, max(1, seqs - 1), length, block_size).total <= whole
+    assert gpu_buffers(arch, "bfloat16", "fp8", step, seqs, length - 1, block_size).total <= whole
+    graphs = graph_bytes(arch, "bfloat16", "fp8", seqs, length, block_size)
+    assert graph_bytes(arch, "bfloat16", "fp8", seqs - 1, length, block_size) <= graphs
+    assert graph_bytes(arch, "bfloat16", "fp8", seqs, length - 1, block_size) <= graphs
