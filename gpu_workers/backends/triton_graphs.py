@@ -1,8 +1,8 @@
 """CUDA graphs of decode steps: one launch instead of hundreds, which the device would have to wait for.
 
 A graph is captured at start for each bucket of batch sizes and context lengths. It reads its batch where
-`StepInputs` puts it and writes logits that stay where they are; what lies between them is memory that all graphs share,
-since only one runs at a time.
+`StepInputs` puts it and writes logits that stay where they are; both places, and the memory between them, all graphs
+share, since only one runs at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,21 +28,19 @@ def buckets_of(sequences: Sequence[int], max_model_len: int) -> list[Bucket]:
 
 
 class HostGraph:
-    """What stands for a CUDA graph without a GPU: does the work again, and puts the results where they were."""
+    """What stands for a CUDA graph without a GPU: does the work again."""
 
-    def __init__(self, work: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+    def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
-        self.results = work()
 
     def replay(self) -> None:
-        for kept, new in zip(self.results, self._work(), strict=True):
-            kept.copy_(new)
+        self._work()
 
 
 class CudaGraph:
     """`work`, recorded on the device; its memory comes from `pool`."""
 
-    def __init__(self, work: Callable[[], tuple[torch.Tensor, ...]], pool: Any) -> None:
+    def __init__(self, work: Callable[[], None], pool: Any) -> None:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -50,7 +48,7 @@ class CudaGraph:
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
-            self.results = work()
+            work()
 
     def replay(self) -> None:
         self._graph.replay()
@@ -59,15 +57,8 @@ class CudaGraph:
 @dataclass(slots=True, frozen=True)
 class _Captured:
     graph: HostGraph | CudaGraph
-    batch: GpuBatch
-
-    @property
-    def logits(self) -> torch.Tensor:
-        return self.graph.results[0]
-
-    @property
-    def body(self) -> tuple[torch.Tensor, ...]:
-        return self.graph.results[1:]
+    logits: torch.Tensor  # where it puts them, as is the next one
+    body: tuple[torch.Tensor, ...]
 
 
 class GraphCompiled(Compiled):
@@ -105,16 +96,24 @@ class GraphCompiled(Compiled):
         inputs.use_graphs(buckets)
         on_gpu = kv.pool.device.type == "cuda"
         pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        # The largest first: its memory is enough for the others.
-        for number, bucket in enumerate(reversed(buckets), start=1):
-            batch = inputs.empty_batch(bucket)
 
-            def work(batch: GpuBatch = batch) -> tuple[torch.Tensor, ...]:
-                with_tables = batch.with_tables(kv.block_size)
-                body = self._body(with_tables, kv)
-                return self._head(self._select(body, with_tables)), *body
+        def forward(batch: GpuBatch) -> tuple[torch.Tensor, ...]:
+            batch = batch.with_tables(kv.block_size)
+            body = self._body(batch, kv)
+            return self._head(self._select(body, batch)), *body
 
-            with torch.inference_mode():
+        with torch.inference_mode():
+            # All graphs put their results here: what each one kept would be as much again.
+            largest = [torch.empty_like(result) for result in forward(inputs.empty_batch(buckets[-1]))]
+            # The largest first: its memory is enough for the others.
+            for number, bucket in enumerate(reversed(buckets), start=1):
+                batch = inputs.empty_batch(bucket)
+                results = [result[: bucket.sequences] for result in largest]
+
+                def work(batch: GpuBatch = batch, results: list[torch.Tensor] = results) -> None:
+                    for result, new in zip(results, forward(batch), strict=True):
+                        result.copy_(new)
+
                 graph = CudaGraph(work, pool) if on_gpu else HostGraph(work)
-            self._graphs[bucket] = _Captured(graph, batch)
-            progress(number / len(buckets))
+                self._graphs[bucket] = _Captured(graph, results[0], tuple(results[1:]))
+                progress(number / len(buckets))
