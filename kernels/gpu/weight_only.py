@@ -3,8 +3,8 @@
 The weights are the left operand, [N, K] times [K, M]: matrix units take it from registers, into which codes are
 unpacked, and the activations make as narrow a tile as they need. With M = 1, reading the weights at an H200's bandwidth
 is some 35 codes a clock and SM, which issues 128 lanes a clock: a code may cost 3.6. On vector units it costs 3 before
-anything is loaded (place, subtract, multiply-add). Here, in bfloat16, two codes share a register: half a placing, 3/8 of
-a shift and half a subtraction for each, and a matrix instruction for 8; the whole loop makes 2.3, counted in SASS.
+anything is loaded (place, subtract, multiply-add). Here, in bfloat16, two codes share a register: a code costs half a
+placing, 3/8 of a shift, half a subtraction and 1/8 of a matrix instruction; the whole loop makes 2.3, counted in SASS.
 
 K is shared in two ways, since a small M leaves too few programs to keep enough reads in flight: SLICES of a program, a
 warp each, read consecutive units and are added at the end; SPLIT_K programs leave partial sums, which a second kernel
@@ -12,9 +12,9 @@ adds in order. There are no atomics: a run's bits are the next one's.
 
 Where a unit has one scale and BLOCK_M is small, scales multiply the unit's float32 products: BLOCK_M / 128 (4 bits) or
 BLOCK_M / 64 multiply-adds for each weight, and what is multiplied before are exact integers. Else they multiply the
-weights: 1/2 for each, two being in a register. Zero points are whole numbers and cost nothing, since unpacking subtracts
-anyway. Other minimums (GGUF Q4_1) are added to the weights, as the addend of the multiplication by the scale: sums of
-activations by group would take another product.
+weights: 1/2 for each, two being in a register. Zero points are whole numbers and cost nothing, since unpacking
+subtracts anyway. Other minimums (GGUF Q4_1) are added to the weights, as the addend of the multiplication by the scale:
+sums of activations by group would take another product.
 """
 
 from collections.abc import Mapping
