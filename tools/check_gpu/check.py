@@ -1,7 +1,7 @@
 """What all parts of the check are given."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.gpu_kernels.case import Case
@@ -11,7 +11,10 @@ from tools.gpu_kernels.workers import Worker
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The cases, from `modules`, and the process that runs them; the model and the reference of the engine's part."""
+    """The cases, from `modules`, and the process that runs them; the model and the reference of the engine's part.
+
+    `wrong`: labels of cases that were found to be wrong, which then are not measured.
+    """
 
     cases: Sequence[Case]
     modules: Sequence[str]
@@ -19,3 +22,4 @@ class Check:
     machine: Machine
     model: Path
     reference: Path
+    wrong: set[str] = field(default_factory=set)

@@ -43,8 +43,10 @@ def compiled(check: Check, until: float) -> Section:
 
 def right(check: Check, until: float) -> Section:
     """Each case against its oracle."""
-    results = run_cases(check.process, _units(check.cases), check.modules, check=True, until=until)
-    return right_section(check.cases, _shown(results, len(check.cases)))
+    running = run_cases(check.process, _units(check.cases), check.modules, check=True, until=until)
+    results = _shown(running, len(check.cases))
+    check.wrong.update(result.case.label for result in results if result.problem)
+    return right_section(check.cases, results)
 
 
 def right_section(cases: Sequence[Case], results: Sequence[Ran]) -> Section:
@@ -74,10 +76,11 @@ def right_section(cases: Sequence[Case], results: Sequence[Ran]) -> Section:
 
 
 def speed(check: Check, until: float) -> Section:
-    """All cases measured, those with a target first."""
-    cases = sorted(check.cases, key=lambda case: not any(target.holds_for(case) for target in TARGETS))
+    """All cases but the wrong ones measured, those with a target first."""
+    cases = [case for case in check.cases if case.label not in check.wrong]
+    cases.sort(key=lambda case: not any(target.holds_for(case) for target in TARGETS))
     shortest, longest = _MEASURE_SECONDS
-    seconds = min(max((until - time.monotonic()) / len(cases) / _OVERHEAD, shortest), longest)
+    seconds = min(max((until - time.monotonic()) / max(len(cases), 1) / _OVERHEAD, shortest), longest)
     results = run_cases(
         check.process, _units(cases), check.modules, seconds=seconds, limits=check.machine.limits, until=until
     )

@@ -132,7 +132,7 @@ def _compiled_case(case: Case, candidate: int | None, architecture: str, answer:
 def report(
     compiled: Sequence[CompiledCase], tables: Mapping[str, Mapping[str, Sequence[Entry]]], complete: bool
 ) -> Report:
-    """Each machine code once. `complete`: of all cases: what none reaches in `tables` is a problem."""
+    """Each machine code once. `complete`: all cases are there, and what none of them reaches in `tables` is wrong."""
     result = Report()
     seen: dict[tuple[str, str], Row] = {}
     for each in compiled:

@@ -142,8 +142,8 @@ def ask_all(
 ) -> Iterator[Result]:
     """Results for all `units` of all `requests`, as they come.
 
-    A worker gives one answer for each unit, within `seconds`. What follows a unit that is lost is asked for again. A
-    request that has not begun at `until`, on the clock of `time.monotonic`, is left out.
+    A worker gives one answer for each unit, within `seconds`. What follows a unit that is lost is asked for again. What
+    has not begun at `until`, on the clock of `time.monotonic`, is left out.
     """
     waiting: SimpleQueue[Request] = SimpleQueue()
     for request in requests:
@@ -158,7 +158,7 @@ def ask_all(
                     request = waiting.get_nowait()
                 except Empty:
                     return
-                for result in _ask_units(worker, request, seconds, stopped):
+                for result in _ask_units(worker, request, seconds, until, stopped):
                     results.put(result)
         finally:
             results.put(None)
@@ -182,13 +182,17 @@ def ask_all(
         each.result()
 
 
-def _ask_units(worker: Worker, request: Request, seconds: float, stopped: threading.Event) -> Iterator[Result]:
+def _ask_units(
+    worker: Worker, request: Request, seconds: float, until: float, stopped: threading.Event
+) -> Iterator[Result]:
     units = list(request["units"])
     while units and not stopped.is_set():
         asked = iter(units)
         try:
             for answer in worker.ask({**request, "units": units}, seconds):
                 yield Result(request, next(asked), answer)
+                if time.monotonic() >= until:
+                    return
         except LostError as error:
             for unit in islice(asked, 1):
                 yield Result(request, unit, None, str(error))

@@ -63,7 +63,7 @@ def noting() -> Iterator[list[tuple[str, Shape]]]:
 
 @cache
 def _choose(name: str, kernel: str, shape: tuple[tuple[str, int | str], ...]) -> Mapping[str, Any]:
-    found = entries(name)[kernel]
+    found = entries(name).get(kernel, [])
     values = dict(shape)
     index = entry_index(found, values)
     if index is None:

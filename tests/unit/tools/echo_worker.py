@@ -17,6 +17,8 @@ def _answers(request: Request) -> Iterator[Answer]:
             os.abort()
         if unit == "hang":
             time.sleep(60)
+        if unit == "late":
+            time.sleep(max(request["late_at"] - time.monotonic(), 0))
         yield {"unit": unit, "process": os.getpid(), "variable": os.environ.get("ECHOED", "")}
 
 

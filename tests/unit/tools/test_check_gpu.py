@@ -209,7 +209,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, toy_family: str) -> None:
         process: object, units: Sequence[tuple[Case, int | None]], modules: Sequence[str], **asked: Any
     ) -> list[Ran]:
         measured = Measured(1e-6, 0.75, "memory") if asked.get("seconds") else None
-        return [Ran(each, None, "", 0.0 if asked.get("check") else None, measured) for each, _ in units]
+        errors = {"wrong factor": 0.5} if asked.get("check") else {}
+        return [Ran(each, None, "", errors.get(each.name, 0.0), measured) for each, _ in units]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for module in (command, bench_gpu):
@@ -234,6 +235,17 @@ def test_command_writes_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "- Engine's steps: 3 of 3 models; 2 of 2 targets that were measured are reached" in text
     assert "| copy bandwidth, measured | 4000 GB/s |" in text
     assert f"written: {out}" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_wrong_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "report.md"
+    assert command.main(["--only", "toy_scale/*r*", "--model", "none.gguf", "--out", str(out)]) == 1
+    text = out.read_text()
+    assert "- Kernels right: 3 of 4 cases\n" in text
+    assert "- Speed: 3 of 3 cases;" in text
+    assert "| toy_scale/wrong factor |" not in text
+    assert "wrong: Kernels right: toy_scale/wrong factor: relative error 0.5, above 0.01" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("gpu")

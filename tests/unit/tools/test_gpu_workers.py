@@ -59,6 +59,13 @@ def test_what_has_not_begun_in_time_is_left_out(workers: list[Worker]) -> None:
     assert list(ask_all(workers, requests("a", "b"), 30, until=time.monotonic())) == []
 
 
+def test_units_for_which_there_is_no_time_are_left_out(workers: list[Worker]) -> None:
+    list(ask_all(workers[:1], requests("a"), 30))  # has it started
+    until = time.monotonic() + 2
+    asked = [{"units": ["a", "late", "c"], "late_at": until + 0.1}, {"units": ["d"]}]
+    assert set(texts(list(ask_all(workers[:1], asked, 60, until)))) == {"a", "late"}
+
+
 def test_results_come_one_by_one_and_the_rest_can_be_given_up(workers: list[Worker]) -> None:
     started = time.monotonic()
     for result in ask_all(workers, requests(["a", "hang"], ["hang"]), 60):
