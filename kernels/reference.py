@@ -28,6 +28,27 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return y if bias is None else y + bias
 
 
+def scaled_linear(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`linear` of 8-bit x [T, K] and weight [N, K] times their scales, in the dtype of those.
+
+    Scales are [T] and [N]; or [T, ceil(K / 128)] and [ceil(N / 128), ceil(K / 128)], for blocks of 128.
+    """
+    dtype = x_scales.dtype
+    if x_scales.dim() == 1:
+        x_scales, weight_scales = x_scales[:, None], weight_scales[:, None]
+    else:
+        width = x.shape[1]
+        x_scales = x_scales.repeat_interleave(128, 1)[:, :width]
+        weight_scales = weight_scales.repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)[:, :width]
+    return linear(x.to(dtype) * x_scales, weight.to(dtype) * weight_scales, bias)
+
+
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     """act(x); kind "silu" (Elfwing et al. 2018), "gelu" (Hendrycks & Gimpel 2016, tanh form) or "none"."""
     if kind == "silu":

@@ -44,6 +44,25 @@ def test_linear(seed: int, rows: int, features: int, width: int, bias: bool) -> 
 
 
 @EXAMPLES
+@given(
+    seed=SEEDS, rows=st.integers(1, 9), features=st.integers(1, 300), width=st.integers(1, 300), in_blocks=st.booleans()
+)
+def test_scaled_linear(seed: int, rows: int, features: int, width: int, in_blocks: bool) -> None:
+    x, weight = ((normal(seed + i, size, width) * 40).to(torch.int8) for i, size in enumerate((rows, features)))
+    x_scales, weight_scales, bias = normal(seed + 2, rows, 3), normal(seed + 3, 3, 3), normal(seed + 4, features)
+    blocks, row_blocks = torch.arange(width) // 128, torch.arange(features) // 128
+    if in_blocks:
+        scaled = x_scales[:, blocks], weight_scales[row_blocks[:, None], blocks]
+        x_scales, weight_scales = x_scales[:, : blocks[-1] + 1], weight_scales[: row_blocks[-1] + 1, : blocks[-1] + 1]
+    else:
+        x_scales, weight_scales = normal(seed + 2, rows), normal(seed + 3, features)
+        scaled = x_scales[:, None], weight_scales[:, None]
+    expected = F.linear(x.double() * scaled[0], weight.double() * scaled[1], bias)
+    actual = reference.scaled_linear(x, x_scales, weight, weight_scales, bias)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-8)  # sums of up to millions cancel out
+
+
+@EXAMPLES
 @given(seed=SEEDS, rows=st.integers(1, 9), width=st.integers(1, 40), scale=st.sampled_from([0.01, 1.0, 100.0]))
 def test_gated_activations(seed: int, rows: int, width: int, scale: float) -> None:
     gate_up = normal(seed, rows, 2 * width) * scale
