@@ -27,6 +27,12 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
 
+def assert_within(actual: torch.Tensor, expected: torch.Tensor, inside: torch.Tensor) -> None:
+    """Errors of at most `inside`, all in float64, before the result is rounded to its dtype."""
+    allowed = inside + ROUNDING[actual.dtype] * (expected.abs() + inside)
+    assert torch.all((actual.double() - expected).abs() <= allowed)  # and so nothing is NaN
+
+
 def assert_quantized(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
     """Codes [..., K] and scales [...] are those of x, in float64.
 

@@ -10,7 +10,7 @@ from kernels.gpu.launch import cdiv
 from kernels.gpu.scaled_matmul import quantize_weight, scaled_matmul, workspace_bytes
 from kernels.gpu.tables import choose, trying
 from tests.kernels.gpu.device import DEVICE, poisoned
-from tests.kernels.gpu.rows import QUANTIZED, ROUNDING, apart, assert_quantized
+from tests.kernels.gpu.rows import QUANTIZED, apart, assert_quantized, assert_within
 
 SEEDS = st.integers(0, 1 << 30)
 SEVERAL_RUNS = 1100  # inputs
@@ -65,9 +65,7 @@ class Operands:
             x.double().abs(), x_scales.double(), weight.double().abs(), weight_scales.double(), self.bias.double().abs()
         )
         hopper = x.dtype == torch.float8_e4m3fn and DEVICE.type == "cuda"
-        summed = ((x.shape[1] + 5) * 2**-23 + hopper * 2**-9) * magnitude
-        allowed = summed + ROUNDING[actual.dtype] * (expected.abs() + summed)
-        assert ((actual.double() - expected).abs() <= allowed).all()  # false where one is NaN
+        assert_within(actual, expected, ((x.shape[1] + 5) * 2**-23 + hopper * 2**-9) * magnitude)
 
 
 @settings(max_examples=16)
