@@ -46,12 +46,13 @@ class Batch:
     def worst_error(self, actual: torch.Tensor) -> float:
         """The largest error as a part of what is allowed; infinite with a NaN.
 
-        Allowed are one rounding of each weight, to the dtype of the product with V, one of the result, and float32's
-        errors in scores and sums, which lengths and dimensions of tests keep below 2^-14.
+        Allowed are one rounding of each weight, to the dtype of the product with V, one of the result, which may be
+        subnormal, and float32's errors in scores and sums, which lengths and dimensions of tests keep below 2^-14.
         """
         weights = torch.bfloat16 if self.q.dtype == torch.float16 and self.k_scales is not None else self.q.dtype
         allowed = (ROUNDING[weights] + ROUNDING[self.q.dtype] + 2.0**-14) * self.magnitude
-        error = (actual.double().cpu() - self.expected).abs() / allowed.clamp(min=1e-30)
+        allowed += torch.finfo(self.q.dtype).smallest_normal * ROUNDING[self.q.dtype]
+        error = (actual.double().cpu() - self.expected).abs() / allowed
         return float(error.max()) if not error.isnan().any() else math.inf
 
 
