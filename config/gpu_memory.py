@@ -34,6 +34,7 @@ _BITS = {"int4": 4, "int8": 8}
 
 # Decode attention divides contexts into splits of so many bytes of keys (`kernels.gpu.decode_attention`).
 _SPLIT_BYTES = 1 << 16
+PREFILL_PARTIAL_BYTES = 64 << 20  # at most, as `kernels.gpu.prefill_attention` says
 _SPLITS_OF_HEADS, _LEAST_SPLITS, _MOST_SPLITS = 512, 16, 128
 
 _SCORED_ROWS = 48  # whose logits are computed at once for log-probabilities of prompts
@@ -46,7 +47,7 @@ class GpuBuffers(Struct, frozen=True, kw_only=True):
 
     tokens: int  # states of all tokens
     logits: int
-    attention: int  # partial results of decode attention
+    attention: int  # partial results
     tables: int  # block tables, positions' rotations, and the arrays that say what is computed
 
     @property
@@ -144,10 +145,11 @@ def gpu_buffers(
     rows = max(max_seqs, min(_SCORED_ROWS, max_step_tokens))
     rotations = max_model_len * arch.head_dim * 4
     block_tables = max_seqs * -(-max_model_len // block_size) * 4
+    decodes = max_seqs * _attention_bytes(arch, kv_dtype, max_model_len, tp)
     return GpuBuffers(
         tokens=max_step_tokens * token_width(arch, tp) * DTYPE_BYTES[dtype],
         logits=rows * (2 * arch.vocab_size * 4 + _SAMPLING_BYTES),  # as they are, and those whose values are told
-        attention=max_seqs * _attention_bytes(arch, kv_dtype, max_model_len, tp),
+        attention=max(decodes, PREFILL_PARTIAL_BYTES) if decodes else 0,
         tables=rotations + 2 * block_tables + max_step_tokens * _INDEX_BYTES,  # of all rows, and of a step's
     )
 

@@ -20,6 +20,9 @@ from kernels.gpu.numbers import as_bytes, native_e4m3
 from kernels.gpu.tables import choose
 
 _SEARCHED = tl.constexpr(256)  # sequences looked at in one go
+# Parts of a batch begin anywhere in these: no other code for where.
+_SMALL = ["block_tables", "query_starts", "context_lens"]
+MOST_PARTIAL_BYTES = 64 << 20  # of partial results; what would take more is not split
 _ENOUGH_PROGRAMS = 1024  # several for each multiprocessor: no need to split sequences
 
 
@@ -101,8 +104,10 @@ def prefill_attention(
         "fp_fusion": False,
         **{name: value for name, value in settings.items() if name not in ("BLOCK_M", "TILE", "SEGMENT")},
     }
+    segments = cdiv(max_context, segment)
+    partial_bytes = num_sequences * max_query_len * num_heads * segments * (head_dim + 2) * 4
     small = max_query_len * repeats <= block_m and num_sequences * num_groups < _ENOUGH_PROGRAMS
-    if max_context <= segment or not small:
+    if segments <= 1 or not small or partial_bytes > MOST_PARTIAL_BYTES:
         launch(
             _prefill,
             (num_tokens * repeats // block_m + num_sequences, num_groups),
@@ -117,7 +122,6 @@ def prefill_attention(
             **constants,
         )
         return out
-    segments = cdiv(max_context, segment)
     places = (num_sequences * max_query_len, num_heads, segments)
     states = torch.empty((*places, 2), dtype=torch.float32, device=q.device)
     values = torch.empty((*places, head_dim), dtype=torch.float32, device=q.device)
@@ -207,7 +211,7 @@ def _load_queries(
     return tl.load(pointers, mask=exists[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_sequences", "window"])
+@triton.jit(do_not_specialize=["table_stride", "num_sequences", "window"], do_not_specialize_on_alignment=_SMALL)
 def _prefill(
     q, k_pool, v_pool, k_scales, v_scales, block_tables, query_starts, context_lens, out, q_stride, q_head_stride,
     block_stride, head_stride, table_stride, num_sequences, window, factor, inner,
@@ -265,7 +269,7 @@ def _prefill(
     )
 
 
-@triton.jit(do_not_specialize=["table_stride", "max_queries", "window"])
+@triton.jit(do_not_specialize=["table_stride", "max_queries", "window"], do_not_specialize_on_alignment=_SMALL)
 def _prefill_segment(
     q, k_pool, v_pool, k_scales, v_scales, block_tables, query_starts, context_lens, states, partial_values,
     q_stride, q_head_stride, block_stride, head_stride, table_stride, max_queries, window, factor, inner,
@@ -317,7 +321,10 @@ def _prefill_segment(
     tl.store(states + places * 2 + 1, total, mask=exists)
 
 
-@triton.jit(do_not_specialize=["max_queries", "segments", "window"])
+@triton.jit(
+    do_not_specialize=["max_queries", "segments", "window"],
+    do_not_specialize_on_alignment=["query_starts", "context_lens"],
+)
 def _combine(
     states, partial_values, query_starts, context_lens, out, max_queries, segments, window,
     REPEATS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SEGMENT: tl.constexpr,
