@@ -155,8 +155,9 @@ def _registers(asm: dict[str, Any], architecture: str) -> tuple[int, int]:
     if "amdgcn" in asm:
         text = asm["amdgcn"]
         used = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])
-        spilled = sum(int(count) for count in re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", text))
-        return used, 4 * spilled
+        # Memory of a thread. Scalar registers are spilled to vector registers, which is not counted.
+        spilled = int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)[1])
+        return used, spilled
     from triton.backends.nvidia.compiler import get_ptxas
 
     target = re.search(r"^\.target (\w+)", asm["ptx"], re.MULTILINE)[1]

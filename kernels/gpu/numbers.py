@@ -21,6 +21,13 @@ def native_e4m3() -> bool:
     return not INTERPRETED and architecture() in _NATIVE_E4M3
 
 
+def native_pairs(dtype: torch.dtype) -> bool:
+    """Whether the current device has instructions for `decode_pair` of an 8-bit `dtype`: its constexpr `NATIVE`."""
+    if dtype == torch.int8:
+        return not INTERPRETED and architecture().startswith("sm_")
+    return native_e4m3()
+
+
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """What a kernel is given of `x`: a float8 tensor as uint8, others as they are."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
@@ -40,6 +47,58 @@ def decode_e4m3(code, NATIVE: tl.constexpr):
     # Sign, exponent and mantissa at their places in a float16, whose exponent counts from 8 lower.
     placed = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
     return placed.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def decode_pair(words, INT8: tl.constexpr, NATIVE: tl.constexpr):
+    """int16, two codes each, int8 or e4m3 -> (float16 of the low byte, float16 of the high byte), as `decode_e4m3`.
+
+    For V in products on tensor cores, whose operands are loaded and transposed in units of 16 bits, not of 8.
+    """
+    if INT8:
+        # A byte behind 0x64 is the float16 of 1024 more; flipping its top bit adds 128.
+        if NATIVE:
+            low, high = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 codes, lows, highs, offset;
+                xor.b32 codes, $2, 0x80808080;
+                prmt.b32 lows, codes, 0x64646464, 0x4240;
+                prmt.b32 highs, codes, 0x64646464, 0x4341;
+                mov.b32 offset, 0x64806480;
+                sub.rn.f16x2 $0, lows, offset;
+                sub.rn.f16x2 $1, highs, offset;
+                }""",
+                "=r,=r,r",
+                [words],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            low = ((words & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
+            high = (((words >> 8) & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
+    else:
+        if NATIVE:
+            low, high = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 codes;
+                .reg .b16 lows, highs;
+                prmt.b32 codes, $2, 0, 0x3120;
+                mov.b32 {lows, highs}, codes;
+                cvt.rn.f16x2.e4m3x2 $0, lows;
+                cvt.rn.f16x2.e4m3x2 $1, highs;
+                }""",
+                "=r,=r,r",
+                [words],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            bits = words.to(tl.uint16, bitcast=True)
+            low = (((bits << 8) & 0x8000) | ((bits << 7) & 0x3F80)).to(tl.float16, bitcast=True) * 256.0
+            high = ((bits & 0x8000) | ((bits >> 1) & 0x3F80)).to(tl.float16, bitcast=True) * 256.0
+    return low, high
 
 
 @triton.jit

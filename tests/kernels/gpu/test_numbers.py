@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.launch import launch
-from kernels.gpu.numbers import decode_e4m3, encode_e4m3, encode_int8, native_e4m3
+from kernels.gpu.numbers import decode_e4m3, decode_pair, encode_e4m3, encode_int8, native_e4m3, native_pairs
 from tests.kernels.gpu.device import DEVICE, poisoned
 
 
@@ -14,6 +14,14 @@ from tests.kernels.gpu.device import DEVICE, poisoned
 def _decode(codes, out, SIZE: tl.constexpr, NATIVE: tl.constexpr):
     at = tl.arange(0, SIZE)
     tl.store(out + at, decode_e4m3(tl.load(codes + at), NATIVE))
+
+
+@triton.jit
+def _decode_pairs(words, lows, highs, SIZE: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    low, high = decode_pair(tl.load(words + at), INT8, NATIVE)
+    tl.store(lows + at, low)
+    tl.store(highs + at, high)
 
 
 @triton.jit
@@ -30,6 +38,17 @@ def test_every_e4m3_code_is_decoded_exactly() -> None:
     expected = codes.view(torch.float8_e4m3fn).float()
     numbers = ~expected.isnan()
     assert torch.equal(out.float()[numbers], expected[numbers])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_every_pair_of_codes_is_decoded_exactly(dtype: torch.dtype) -> None:
+    words = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).to(DEVICE)
+    decoded = [poisoned(len(words), dtype=torch.float16) for _ in range(2)]
+    constants = {"INT8": dtype == torch.int8, "NATIVE": native_pairs(dtype)}
+    launch(_decode_pairs, (len(words) // 4096,), words, *decoded, SIZE=4096, **constants)
+    expected = words.view(dtype).float().view(-1, 2)
+    numbers = ~expected.isnan()
+    assert torch.equal(torch.stack(decoded, 1).float()[numbers], expected[numbers])
 
 
 def turning_points(dtype: torch.dtype) -> torch.Tensor:
