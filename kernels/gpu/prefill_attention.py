@@ -228,6 +228,7 @@ def _prefill(
     num_tiles = tl.cdiv(num_queries * REPEATS, BLOCK_M)
     if tile >= num_tiles:
         return
+    from_end = tile
     tile = num_tiles - 1 - tile  # the last queries see the most keys: those begin first
     group = tl.program_id(1)
     queries, heads, exists = _rows_of(tile, num_queries, REPEATS, BLOCK_M)
@@ -259,6 +260,7 @@ def _prefill(
             WINDOWED, NATIVE,
         )  # fmt: skip
     start, num_queries, context = _lengths_of(sequence, query_starts, context_lens, True)
+    tile = tl.cdiv(num_queries * REPEATS, BLOCK_M) - 1 - from_end
     queries, heads, exists = _rows_of(tile, num_queries, REPEATS, BLOCK_M)
     columns = tl.arange(0, WIDTH)
     places = ((start + queries).to(tl.int64) * (tl.num_programs(1) * REPEATS) + group * REPEATS + heads) * HEAD_DIM
