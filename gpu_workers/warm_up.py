@@ -36,7 +36,7 @@ def warm_up(
     """Prefill `tokens` of as many requests as that takes, and decode, in blocks that nobody has filled yet.
 
     Less where context or pool don't hold them. `make_runner` gives a runner of so many rows. `thorough`: of two
-    requests at least, with everything that sampling can be asked for, too, and a chunk beside a decode.
+    requests at least, with everything that sampling can be asked for, too, with chunks of all sizes, and one beside a decode.
     """
     length = min(tokens // 2 if thorough else tokens, max_model_len - 1, num_blocks * block_size - 1)
     if length < 1:
@@ -61,6 +61,13 @@ def warm_up(
     for sampling in (_GREEDY, _EVERYTHING) if thorough else (_GREEDY,):
         run([(row, 0, length, 1) for row in range(count)], range(count), sampling)
         run([(row, length, 1, 1) for row in range(count)])
-    if thorough and count > 1 and length > 2:
+    if not thorough:
+        return
+    # Products may be computed in another way for each power of 2 of rows.
+    rows = 1
+    while rows <= length:
+        run([(0, 0, rows, 0)], [0])
+        rows *= 2
+    if count > 1 and length > 2:
         run([(0, 0, length - 1, 0)], [0])
         run([(1, 0, length - 1, 0), (0, length - 1, 1, 1)], [1])
