@@ -36,7 +36,7 @@ def warm_up(
     """Prefill `tokens` of as many requests as that takes, and decode, in blocks that nobody has filled yet.
 
     Less where context or pool don't hold them. `make_runner` gives a runner of so many rows. `thorough`: of two
-    requests at least, with everything that sampling can be asked for, too, with chunks of all sizes, and one beside a decode.
+    requests at least, with everything that sampling can be asked for, chunks of all sizes, and one beside a decode.
     """
     length = min(tokens // 2 if thorough else tokens, max_model_len - 1, num_blocks * block_size - 1)
     if length < 1:
