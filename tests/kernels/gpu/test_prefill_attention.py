@@ -54,7 +54,7 @@ def attend(batch: Batch, q: torch.Tensor | None = None, **options: Any) -> torch
     return out
 
 
-@settings(max_examples=20)
+@settings(max_examples=16)
 @given(
     seed=st.integers(0, 2**30),
     # (new tokens, tokens before them) of each sequence
@@ -150,7 +150,7 @@ def test_deterministic_rows_have_the_same_bits_in_every_batch(
     dtype: torch.dtype, kv_dtype: torch.dtype, window: int
 ) -> None:
     """However prompts are chunked, decoded row by row, mixed with others and split by segments of keys."""
-    lengths = [83, 40, 66]
+    lengths = [70, 40, 51]
     batch = make_batch(
         5, lengths, lengths, num_heads=3, num_groups=1, head_dim=32, dtype=dtype, kv_dtype=kv_dtype, window=window
     )
@@ -158,14 +158,13 @@ def test_deterministic_rows_have_the_same_bits_in_every_batch(
         whole = attend(batch, deterministic=True)
         assert batch.worst_error(whole) <= 1
         for chunks in (
-            [(0, 0, 50)],
-            [(0, 50, 83), (1, 39, 40), (2, 3, 9)],
-            [(2, 65, 66), (0, 82, 83), (1, 0, 1), (2, 64, 65)],
-            [(1, 20, 22), (0, 70, 72)],
+            [(0, 50, 70), (1, 39, 40), (2, 3, 9)],
+            [(2, 50, 51), (0, 69, 70), (1, 0, 1), (2, 49, 50)],
+            [(1, 20, 22), (0, 63, 65)],
         ):
             rows = torch.cat([batch.query_starts[i] + torch.arange(a, b, device=DEVICE) for i, a, b in chunks])
             starts = torch.tensor([0, *(b - a for _, a, b in chunks)], device=DEVICE).cumsum(0).int()
-            for max_context in (0, 83, 200):
+            for max_context in (0, 200):
                 out = attend(
                     batch,
                     batch.q[rows],
