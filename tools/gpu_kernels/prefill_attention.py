@@ -20,7 +20,7 @@ _PHI_2 = Model("Phi-2", 2560, 32, 32, 80, 10240, 51200)
 _PHI_3 = Model("Phi-3-mini", 3072, 32, 32, 96, 8192, 32064)
 _GEMMA_2 = Model("Gemma-2-9B", 3584, 16, 8, 256, 14336, 256000)
 _GEMMA_7B = Model("Gemma-7B", 3072, 16, 16, 256, 24576, 256000)
-_DTYPES = {"bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn, "int8": torch.int8}
+_DTYPES = {"bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn, "int8": torch.int8, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,7 @@ _SHAPES = [
         for kv in ("float8", "int8")
     ),
     _DECODES,
+    *(_prompt(_GEMMA_2, 512, kv="float32", deterministic=deterministic) for deterministic in (False, True)),
 ]
 
 
@@ -120,9 +121,11 @@ def _case(shape: _Shape) -> Case:
         f"{shape.text}, {shape.kv}{options}",
         chosen_by,
         partial(_prepare, shape),
-        num_bytes=kv_bytes(model, keys, kv_dtype) + 4 * sum(shape.query_lens) * model.heads * model.head_dim,
+        num_bytes=kv_bytes(model, keys, kv_dtype)
+        + 2 * _query_dtype(shape).itemsize * sum(shape.query_lens) * model.heads * model.head_dim,
         operations=4 * shape.num_seen * model.heads * model.head_dim,
         rival="cuDNN SDPA" if shape.rival else "",
+        hot=kv_dtype != torch.float32,  # without tensor cores: for comparisons
         candidates=_candidates(model.head_dim, kv_dtype, max(shape.query_lens) * repeats, shape.deterministic),
     )
 
@@ -130,6 +133,8 @@ def _case(shape: _Shape) -> Case:
 def _candidates(head_dim: int, kv_dtype: torch.dtype, rows: int, deterministic: bool) -> tuple[Mapping[str, Any], ...]:
     """What may fit the registers and the shared memory of some architecture; compiling says which of them does."""
     width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+    if kv_dtype == torch.float32:
+        return ()
     blocks = (16, 64) if rows <= 64 and not deterministic else (64, 128)
     return tuple(
         {"BLOCK_M": block_m, "TILE": tile, "SEGMENT": 1024, "num_warps": warps, "num_stages": stages}
@@ -140,9 +145,13 @@ def _candidates(head_dim: int, kv_dtype: torch.dtype, rows: int, deterministic: 
     )
 
 
+def _query_dtype(shape: _Shape) -> torch.dtype:
+    return torch.float32 if shape.kv == "float32" else torch.bfloat16
+
+
 def _prepare(shape: _Shape, device: torch.device, seed: int) -> Prepared:
     model = shape.model
-    q = normal(device, seed, sum(shape.query_lens), model.heads, model.head_dim)
+    q = normal(device, seed, sum(shape.query_lens), model.heads, model.head_dim, dtype=_query_dtype(shape))
     paged = make_paged(device, seed, model, shape.contexts, _DTYPES[shape.kv])
     starts = torch.tensor([0, *accumulate(shape.query_lens)], dtype=torch.int32).to(device)
 
