@@ -2,7 +2,8 @@
 
 What they mean and in which order they come is defined by `gpu_workers.sampling`. Single logits are given as E entries
 of a row and a token id, no pair twice; an entry with a negative row is skipped, so that a graph can be replayed with
-fewer entries than it was captured with. Logits are [S, V] float32; their last axis must be contiguous.
+fewer entries than it was captured with. How many there are is no reason to compile a kernel again. Logits are [S, V]
+float32; their last axis must be contiguous.
 """
 
 from typing import Any
@@ -26,7 +27,7 @@ def _entries(logits, rows, ids, stride, num_entries, ENTRIES: tl.constexpr):
     return at, logits + row * stride + token_id, row >= 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def _penalize(logits, rows, ids, counts, repetition, presence, frequency, stride, num_entries, ENTRIES: tl.constexpr):
     at, pointers, there = _entries(logits, rows, ids, stride, num_entries, ENTRIES)
     x = tl.load(pointers, mask=there, other=0.0)
@@ -39,14 +40,14 @@ def _penalize(logits, rows, ids, counts, repetition, presence, frequency, stride
     tl.store(pointers, x, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def _add_bias(logits, rows, ids, values, stride, num_entries, ENTRIES: tl.constexpr):
     at, pointers, there = _entries(logits, rows, ids, stride, num_entries, ENTRIES)
     x = tl.load(pointers, mask=there, other=0.0)
     tl.store(pointers, x + tl.load(values + at, mask=there, other=0.0), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def _ban(logits, rows, ids, stride, num_entries, ENTRIES: tl.constexpr):
     _, pointers, there = _entries(logits, rows, ids, stride, num_entries, ENTRIES)
     tl.store(pointers, float("-inf"), mask=there)
