@@ -2,7 +2,8 @@
 
 What they mean and in which order they come is defined by `gpu_workers.sampling`. Single logits are given as E entries
 of a row and a token id, no pair twice; an entry with a negative row is skipped, so that a graph can be replayed with
-fewer entries than it was captured with. Logits are [S, V] float32; their last axis must be contiguous.
+fewer entries than it was captured with. How many there are is no reason to compile a kernel again. Logits are [S, V]
+float32; their last axis must be contiguous.
 """
 
 from typing import Any

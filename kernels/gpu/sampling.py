@@ -271,7 +271,7 @@ def _draw_from_blocks(
     return block * BLOCK + tl.sum((tl.cumsum(kept, 0) <= rest).to(tl.int32), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["top"])
 def _log_probabilities(
     logits,
     token_ids,
