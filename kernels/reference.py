@@ -28,6 +28,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return y if bias is None else y + bias
 
 
+def dequantize(
+    codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None = None, group: int = 32
+) -> torch.Tensor:
+    """Integers [N, K] as numbers: code * scale + minimum; scales and minimums [N, K / group], rounded up."""
+    inputs = codes.shape[1]
+    values = codes * scales.repeat_interleave(group, dim=1)[:, :inputs]
+    return values if minimums is None else values + minimums.repeat_interleave(group, dim=1)[:, :inputs]
+
+
 def gated_activation(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     """[T, 2 I] -> [T, I]: act(first half) * second half; kind "silu" or "gelu" (tanh form, Hendrycks & Gimpel 2016)."""
     gate, up = gate_up.chunk(2, dim=-1)
