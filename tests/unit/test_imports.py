@@ -29,7 +29,7 @@ PROCESSES = ("frontend", "tokenizer_proc", "scheduler_proc", "gpu_workers")
 ALLOWED = {
     "config": {"msgspec"},
     "ipc": {"msgspec", "zmq"},
-    "kernels": {"torch", "triton"},
+    "kernels": {"torch", "triton", "numpy"},
     "frontend": {"ipc", "config", "msgspec", "aiohttp", "uvloop", "prometheus_client"},
     "tokenizer_proc": {
         "ipc",
