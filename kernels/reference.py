@@ -28,7 +28,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return y if bias is None else y + bias
 
 
-<<<<<<< HEAD
+def dequantize(
+    codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None = None, group: int = 32
+) -> torch.Tensor:
+    """Integers [N, K] as numbers: code * scale + minimum; scales and minimums [N, K / group], rounded up."""
+    inputs = codes.shape[1]
+    values = codes * scales.repeat_interleave(group, dim=1)[:, :inputs]
+    return values if minimums is None else values + minimums.repeat_interleave(group, dim=1)[:, :inputs]
+
+
 def scaled_linear(
     x: torch.Tensor,
     x_scales: torch.Tensor,
@@ -52,20 +60,6 @@ def scaled_linear(
 
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     """act(x); kind "silu" (Elfwing et al. 2018), "gelu" (Hendrycks & Gimpel 2016, tanh form) or "none"."""
-=======
-def dequantize(
-    codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None = None, group: int = 32
-) -> torch.Tensor:
-    """Integers [N, K] as numbers: code * scale + minimum; scales and minimums [N, K / group], rounded up."""
-    inputs = codes.shape[1]
-    values = codes * scales.repeat_interleave(group, dim=1)[:, :inputs]
-    return values if minimums is None else values + minimums.repeat_interleave(group, dim=1)[:, :inputs]
-
-
-def gated_activation(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
-    """[T, 2 I] -> [T, I]: act(first half) * second half; kind "silu" or "gelu" (tanh form, Hendrycks & Gimpel 2016)."""
-    gate, up = gate_up.chunk(2, dim=-1)
->>>>>>> i6-weightonly
     if kind == "silu":
         return x / (1 + torch.exp(-x))
     if kind == "gelu":
