@@ -15,6 +15,10 @@ class Clock(ABC):
         """The point at which all work that was started before is done, as far as this clock's device is concerned."""
 
     @abstractmethod
+    def is_done(self, mark: Mark) -> bool:
+        """Whether the work before it is done."""
+
+    @abstractmethod
     def microseconds(self, begin: Mark, end: Mark) -> int:
         """Between two marks, of which the work before is done or nearly so."""
 
@@ -24,6 +28,9 @@ class HostClock(Clock):
 
     def mark(self) -> int:
         return time.perf_counter_ns()
+
+    def is_done(self, mark: int) -> bool:
+        return True
 
     def microseconds(self, begin: int, end: int) -> int:
         return (end - begin) // 1000
@@ -36,6 +43,9 @@ class StreamClock(Clock):
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+    def is_done(self, mark: torch.cuda.Event) -> bool:
+        return bool(mark.query())  # type: ignore[no-untyped-call]
 
     def microseconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
         end.synchronize()

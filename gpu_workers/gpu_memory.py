@@ -10,26 +10,24 @@ from ipc.control import StartError
 
 
 class GpuMemory:
-    """Adds up by purpose. `reserved` and `free` give bytes: held by torch's allocator, and free on the device.
+    """Adds up by purpose. `free` gives the bytes that are free on the device, by default the current CUDA device.
 
-    The default ones are those of the current CUDA device.
+    Not what torch holds: graphs, contexts and libraries take memory of their own.
     """
 
     def __init__(
         self,
         allowed: int,
-        reserved: Callable[[], int] = torch.cuda.memory_reserved,
         free: Callable[[], int] = lambda: torch.cuda.mem_get_info()[0],
     ) -> None:
         self._allowed = allowed
-        self._reserved = reserved
         self._free = free
         self._taken: dict[str, int] = {}
 
     @contextmanager
     def taking(self, purpose: str) -> Iterator[None]:
         """What is taken inside is for `purpose`; StartError where the device has no more."""
-        before = self._reserved()
+        before = self._free()
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -40,7 +38,7 @@ class GpuMemory:
                 f"planned with {format_size(self._allowed)}. Another program may have taken some since: look with "
                 "nvidia-smi. Or give the engine less: --gpu-memory-share, or --kv-memory for the KV cache alone."
             ) from error
-        self._taken[purpose] = self._reserved() - before
+        self._taken[purpose] = before - self._free()
 
     def report(self) -> str:
         """One line for the log."""

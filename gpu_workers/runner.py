@@ -87,10 +87,6 @@ class Step:
     embeddings: tuple[bytes, ...] = ()
     ended: Mark = None
 
-    def ready(self) -> bool:
-        """Whether `Runner.collect` would not wait for the device."""
-        return self.drawn is None or self.drawn.ready()
-
 
 class Runner:
     """Carries out plans on one rank, with the state of up to `max_seqs` requests.
@@ -244,6 +240,10 @@ class Runner:
             shared = self._comm.broadcast(torch.from_numpy(token_ids).to(self._device)).cpu().numpy()
             drawn = Known(shared, logprobs)
         return drawn
+
+    def ready(self, step: Step) -> bool:
+        """Whether `collect` would not wait for the device: a step that samples nothing has to be over, too."""
+        return step.drawn is None or (step.drawn.ready() and self._clock.is_done(step.ended))
 
     def collect(self, step: Step) -> StepResult | None:
         """Wait for a step that was sampled; its result on rank 0, None on the others."""

@@ -33,7 +33,7 @@ def run_plans(link: BlockingDealer[ToWorker], runner: Runner, stop: threading.Ev
                 last = plan.step
                 with _failing(link):
                     running = _carry_out(runner, plan, running, link)
-            elif running is not None and running.ready():
+            elif running is not None and runner.ready(running):
                 with _failing(link):
                     _report(runner, running, link)
                 running = None

@@ -17,7 +17,7 @@ from gpu_workers.gpu_memory import GpuMemory
 from gpu_workers.grammars import Grammars
 from gpu_workers.runner import Runner
 from gpu_workers.step_loop import run_plans
-from gpu_workers.warm_up import warm_up
+from gpu_workers.warm_up import warm_up, warm_up_kernels
 from gpu_workers.weights.loader import load_model
 from ipc.channels import BlockingDealer
 from ipc.codec import Decoder
@@ -69,20 +69,29 @@ class Worker:
         assert config.scheduler.max_seqs is not None
         assert config.scheduler.max_step_tokens is not None
         control.stage("compiling kernels, warming up" if memory else "warming up")
-        with taking("the largest step"):
-            warm_up(
+        sizes = {
+            "max_model_len": config.model.max_model_len or spec.arch.max_position,
+            "num_blocks": spec.num_blocks,
+            "block_size": config.scheduler.block_size,
+        }
+        if memory is not None:
+            warm_up_kernels(
                 self._make_runner,
-                tokens=config.scheduler.max_step_tokens if memory else _WARM_UP_TOKENS,
-                max_model_len=config.model.max_model_len or spec.arch.max_position,
-                num_blocks=spec.num_blocks,
-                block_size=config.scheduler.block_size,
-                thorough=backend.overlaps,
+                tokens=config.scheduler.max_step_tokens,
+                max_seqs=config.scheduler.max_seqs,
+                **sizes,
             )
         self._runner = self._make_runner(config.scheduler.max_seqs)
         sequences = graph_buckets(settings.max_graph_seqs or 0)
         if sequences:
             with taking("CUDA graphs"):
                 self._runner.capture(sequences, lambda done: control.stage("capturing CUDA graphs", done))
+        with taking("the largest step"):
+            warm_up(
+                self._make_runner,
+                tokens=config.scheduler.max_step_tokens if memory else _WARM_UP_TOKENS,
+                **sizes,
+            )
         if memory is not None:
             log.info("%s", memory.report())
 

@@ -40,14 +40,14 @@ class HostGraph:
 class CudaGraph:
     """`work`, recorded on the device; its memory comes from `pool`."""
 
-    def __init__(self, work: Callable[[], None], pool: Any) -> None:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    def __init__(self, work: Callable[[], None], pool: Any, stream: Any) -> None:
+        """Captured on `stream`, the same for all graphs: libraries keep a workspace for each stream that they see."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             work()  # libraries and Triton do now what they do only once
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
             work()
 
     def replay(self) -> None:
@@ -96,6 +96,7 @@ class GraphCompiled(Compiled):
         inputs.use_graphs(buckets)
         on_gpu = kv.pool.device.type == "cuda"
         pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
 
         def forward(batch: GpuBatch) -> tuple[torch.Tensor, ...]:
             batch = batch.with_tables(kv.block_size)
@@ -114,6 +115,6 @@ class GraphCompiled(Compiled):
                     for result, new in zip(results, forward(batch), strict=True):
                         result.copy_(new)
 
-                graph = CudaGraph(work, pool) if on_gpu else HostGraph(work)
+                graph = CudaGraph(work, pool, stream) if on_gpu else HostGraph(work)
                 self._graphs[bucket] = _Captured(graph, results[0], tuple(results[1:]))
                 progress(number / len(buckets))

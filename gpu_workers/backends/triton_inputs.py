@@ -119,12 +119,12 @@ class StepInputs:
     def prepare(self, scheduled: bytes) -> PreparedStep | None:
         """Check a plan's rows, and start to copy what is new; raises `PlanError`."""
         columns = int32_columns(scheduled, 4, "scheduled")
+        self._update_tables()
         if not len(columns):
             return None
         order = np.argsort(columns[:, 2] > 1, kind="stable")
         in_order = bool((order[1:] > order[:-1]).all())
         flat = flatten(self.rows, columns if in_order else columns[order])
-        self._update_tables()
         samples = columns[:, 3] == 1
         sampling_rows = columns[samples, 0]
         num_decodes = int((columns[:, 2] == 1).sum())

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+# Copied before the next ones are started: a copy of a block, whose layers lie apart, takes as much device memory again.
+_BLOCKS_AT_ONCE = 16
+
 QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, **QUANTIZED}
 
@@ -75,22 +78,23 @@ class GpuHostKV:
         """`pairs` [N, 2]: KV block id, host block id. Complete when it returns."""
         with torch.cuda.stream(self._stream):
             self._wait_for_forwards()
-            for here, part in zip(self._blocks, kv.parts(), strict=True):
-                gathered = part[:, :, pairs[:, 0].to(part.device)].movedim(2, 0).contiguous()
-                for block, host_block in zip(gathered, pairs[:, 1].tolist(), strict=True):
-                    here[host_block].copy_(block, non_blocking=True)
-            self._finish()
+            for start in range(0, len(pairs), _BLOCKS_AT_ONCE):
+                some = pairs[start : start + _BLOCKS_AT_ONCE]
+                for here, part in zip(self._blocks, kv.parts(), strict=True):
+                    for block, host_block in some.tolist():
+                        here[host_block].copy_(part[:, :, block], non_blocking=True)
+                self._finish()
 
     def copy_in(self, kv: GpuKV, pairs: torch.Tensor) -> None:
         """`pairs` [N, 2]: host block id, KV block id. Complete when it returns."""
         with torch.cuda.stream(self._stream):
             self._wait_for_forwards()
-            for here, part in zip(self._blocks, kv.parts(), strict=True):
-                arrived = torch.empty(len(pairs), *here.shape[1:], dtype=torch.uint8, device=part.device)
-                for block, host_block in zip(arrived, pairs[:, 0].tolist(), strict=True):
-                    block.copy_(here[host_block], non_blocking=True)
-                part[:, :, pairs[:, 1].to(part.device)] = arrived.movedim(0, 2)
-            self._finish()
+            for start in range(0, len(pairs), _BLOCKS_AT_ONCE):
+                some = pairs[start : start + _BLOCKS_AT_ONCE]
+                for here, part in zip(self._blocks, kv.parts(), strict=True):
+                    for host_block, block in some.tolist():
+                        part[:, :, block].copy_(here[host_block], non_blocking=True)
+                self._finish()
 
     def _wait_for_forwards(self) -> None:
         if self._stream is not None and self._main is not None:

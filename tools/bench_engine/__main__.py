@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from config.arch import read_arch
 from config.memory_plan import kv_bytes_per_token
 from gpu_workers.models.llama import LlamaModel
@@ -241,7 +243,15 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--decode: at most 4096 rows")
     try:
         (run if arguments.device == "cpu" else run_on_gpu)(arguments)
-    except (StartError, ValueError, BuildError, MemoryError, OSError, FloatingPointError) as error:
+    except (
+        StartError,
+        ValueError,
+        BuildError,
+        MemoryError,
+        OSError,
+        FloatingPointError,
+        torch.OutOfMemoryError,
+    ) as error:
         say(f"bench_engine: {error}")
         return 2
     return 0

@@ -55,19 +55,23 @@ class GpuBench:
         model: LlamaModel,
         kv_dtype: str,
         max_rows: int,
+        context: int,
         max_length: int,
         limits: GpuLimits,
         progress: Callable[[float], None],
     ) -> None:
-        """Captures graphs for up to `max_rows` sequences of up to `max_length` tokens, as a server does at start."""
+        """Captures graphs for up to `max_rows` sequences of up to `max_length` tokens, as a server does at start.
+
+        The pool holds as many that decode after `context` tokens, or one sequence of `max_length`.
+        """
         self._arch, self._limits, self._kv_dtype = model.arch, limits, kv_dtype
         self._on_gpu = model.backend.device.type == "cuda"
-        num_blocks = max_rows * -(-max_length // BLOCK_SIZE)
+        self._decode_length = context + MOST_STEPS
+        num_blocks = max(max_rows * -(-self._decode_length // BLOCK_SIZE), -(-max_length // BLOCK_SIZE))
         kv = model.allocate_kv(num_blocks, BLOCK_SIZE)
         self._runner = Runner(model, kv, num_blocks, BLOCK_SIZE, max_rows, max_length, LocalComm())
         self._runner.capture(graph_buckets(max_rows), progress)
         self._plans = Plans(model.arch.vocab_size, SamplingSpec())
-        self._max_length = max_length
 
     def prefill(self, tokens: int, seconds: float) -> GpuTimes:
         """Prompts of `tokens` tokens, each in one step of its own."""
@@ -86,8 +90,8 @@ class GpuBench:
         """Steps of `rows` requests with prompts of `context` tokens."""
         self._plans.end_all()
         for row in range(rows):
-            self._runner.execute(self._plans.prompt(row, context, self._max_length))
-        most = min(MOST_STEPS, self._max_length - context - 1)
+            self._runner.execute(self._plans.prompt(row, context, self._decode_length))
+        most = self._decode_length - context - 1
         plans = self._plans.decodes(rows, context, most)
         profiled = plans[-_PROFILED_STEPS:] if self._on_gpu and most > 2 * _PROFILED_STEPS else []
         timed = plans[: most - len(profiled)]

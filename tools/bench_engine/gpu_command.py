@@ -59,7 +59,7 @@ def measure(
     """All of them, about `seconds` each besides what comes before."""
     longest = max([context + MOST_STEPS if decode else 0, *prefill])
     say("capturing CUDA graphs")
-    bench = GpuBench(model, DTYPE, max([1, *decode]), longest, limits, lambda done: None)
+    bench = GpuBench(model, DTYPE, max([1, *decode]), context, longest, limits, lambda done: None)
     found = []
     for tokens in prefill:
         say(f"prefill of {tokens} tokens")

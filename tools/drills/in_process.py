@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from config.graphs import graph_buckets
 from config.schema import Config
 from gpu_workers.comm import LocalComm
 from gpu_workers.models.llama import LlamaModel
@@ -38,6 +39,8 @@ class ClosedLoop:
         num_blocks = streams * self._row_blocks
         kv = model.allocate_kv(num_blocks, block_size)
         self._runner = Runner(model, kv, num_blocks, block_size, streams, longest, LocalComm())
+        if self._runner.overlaps:
+            self._runner.capture(graph_buckets(streams), lambda done: None)  # as a server does at its start
         self._streams = streams
         self._step_tokens = step_tokens
         self._running: Step | None = None  # on a device that the runner doesn't wait for

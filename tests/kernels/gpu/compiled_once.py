@@ -17,7 +17,7 @@ from gpu_workers.backends.triton_gpu import TritonBackend
 from gpu_workers.comm import LocalComm
 from gpu_workers.models.llama import LlamaModel
 from gpu_workers.runner import Runner
-from gpu_workers.warm_up import warm_up
+from gpu_workers.warm_up import warm_up_kernels
 from gpu_workers.weights.loader import open_source
 from gpu_workers.weights.source import Weights
 from ipc.codec import pack_ints
@@ -79,7 +79,7 @@ def main(path: Path, kv_dtype: str, deterministic: bool) -> None:
         return Runner(model, kv, NUM_BLOCKS, BLOCK_SIZE, rows, MAX_LEN, LocalComm())
 
     with compiling("sm_90") as found:
-        warm_up(make_runner, 128, MAX_LEN, NUM_BLOCKS, BLOCK_SIZE, thorough=True)
+        warm_up_kernels(make_runner, 128, ROWS, MAX_LEN, NUM_BLOCKS, BLOCK_SIZE)
         runner = make_runner(ROWS)
         runner.capture([1, 2, 4], lambda done: None)
         at_start = names(found)

@@ -10,12 +10,12 @@ GIB = 1 << 30
 
 
 class Device:
-    """100 GiB of memory, of which torch's allocator holds `held`."""
+    """100 GiB of memory, of which `held` are taken."""
 
     held = 0
 
     def memory(self, allowed: int = 90 * GIB) -> GpuMemory:
-        return GpuMemory(allowed, reserved=lambda: self.held, free=lambda: 100 * GIB - self.held)
+        return GpuMemory(allowed, free=lambda: 100 * GIB - self.held)
 
 
 def test_what_was_taken_is_told_by_purpose() -> None:

@@ -142,8 +142,8 @@ def test_the_host_learns_what_the_device_sampled() -> None:
     runner = overlapping_runner()
     first = runner.launch(plan(0, [(0, 0, 2, 1)], new=[new_row(0, [1, 2], [0])]))
     assert runner._rows.tokens[0, 2] == UNKNOWN
-    assert not first.ready()
-    assert first.ready()
+    assert not runner.ready(first)
+    assert runner.ready(first)
     sampled = unpack_ints(runner.collect(first).token_ids)[0]
     assert runner._rows.tokens[0, 2] == sampled
 
@@ -155,7 +155,7 @@ def test_a_plan_of_copies_alone_is_answered_in_its_turn() -> None:
     assert runner.collect(first).step == 0
     runner.sample(nothing)
     last = runner.launch(plan(2, [(0, 2, 1, 1)]))
-    assert (runner.collect(nothing).step, nothing.ready()) == (1, True)
+    assert (runner.collect(nothing).step, runner.ready(nothing)) == (1, True)
     runner.sample(last)
     tokens = [1, 2, int(HashModel(101, 16, 4).logits_of([1, 2]).argmax())]
     assert unpack_ints(runner.collect(last).token_ids)[0] == int(HashModel(101, 16, 4).logits_of(tokens).argmax())
