@@ -81,17 +81,18 @@ class Worker:
                 max_seqs=config.scheduler.max_seqs,
                 **sizes,
             )
-        self._runner = self._make_runner(config.scheduler.max_seqs)
-        sequences = graph_buckets(settings.max_graph_seqs or 0)
-        if sequences:
-            with taking("CUDA graphs"):
-                self._runner.capture(sequences, lambda done: control.stage("capturing CUDA graphs", done))
         with taking("the largest step"):
             warm_up(
                 self._make_runner,
                 tokens=config.scheduler.max_step_tokens if memory else _WARM_UP_TOKENS,
                 **sizes,
             )
+        # The last runner made: a device backend keeps what belongs to one, its graphs among it.
+        self._runner = self._make_runner(config.scheduler.max_seqs)
+        sequences = graph_buckets(settings.max_graph_seqs or 0)
+        if sequences:
+            with taking("CUDA graphs"):
+                self._runner.capture(sequences, lambda done: control.stage("capturing CUDA graphs", done))
         if memory is not None:
             log.info("%s", memory.report())
 
