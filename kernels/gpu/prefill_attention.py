@@ -7,7 +7,7 @@ The tables' settings were chosen by counting, on no device. On sm_90 a prompt of
 is 550 GFLOP a layer: 0.56 ms at the 989 TFLOP/s of an H200's tensor cores in bfloat16. Its products of 128 rows with
 128 keys take them 2048 cycles, and the warps' 552 instructions take a multiprocessor's four schedulers 1104: from 65%
 of that peak, where nothing overlaps, to near it. With D = 64 (128 rows, 64 keys) products take 512 cycles, instructions
-540 and exponentials alone 512: 49% to 95%. Two thread blocks of D = 64 fit a multiprocessor, and one of D = 128.
+518 and exponentials alone 512: from 50%. Two thread blocks of D = 64 fit a multiprocessor, and one of D = 128.
 """
 
 import torch

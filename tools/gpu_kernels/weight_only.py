@@ -12,6 +12,7 @@ from kernels.gpu.weight_only import dequantize, weight_only_matmul
 from tools.gpu_kernels.case import Case, Prepared
 
 _ROWS = (1, 16, 64, 256, 2048)
+_ROWS_BETWEEN = (32, 128)
 
 # (N, K); the output projection of Llama-3.1-8B is the smaller square.
 _SQUARES = {"4096 square": (4096, 4096), "8192 square": (8192, 8192)}
@@ -28,6 +29,7 @@ _LINEARS = {
     "SmolLM2-135M gate_up": (3072, 576),
     "SmolLM2-135M down": (576, 1536),
 }
+_WIDE = {"Llama-3.1-8B up": (14336, 4096), "Llama-3.1-8B gate_up": (28672, 4096)}
 _MOST_IN_FLOAT64 = 1 << 27  # weights; of more, the expected product is float32: float64 would take over 1 GiB
 
 
@@ -59,16 +61,22 @@ _OTHERS = (
 
 
 def cases() -> list[Case]:
-    """Groups of 128 on all shapes where inputs come in whole groups, of 32 on the others; all formats on a square."""
+    """Groups of 128 on all shapes where inputs come in whole groups, of 32 on the others; all formats on a square.
+
+    Further rows and widths are there so that each entry of a table has a case.
+    """
     found = []
     for name, (n, k) in {**_SQUARES, **_LINEARS}.items():
         form = _SYMMETRIC if k % 128 == 0 else _GGUF
         found += [_product(name, form, rows, n, k) for rows in _ROWS]
+    for name, (n, k) in {**_SQUARES, **_WIDE}.items():
+        found += [_product(name, _SYMMETRIC, rows, n, k) for rows in _ROWS_BETWEEN]
+        found.append(_product(name, _SYMMETRIC, 64, n, k, deterministic=True))
+    found.append(_product("Llama-3.1-8B up", _SYMMETRIC, 64, *_WIDE["Llama-3.1-8B up"]))
     n, k = _SQUARES["4096 square"]
     for form in _OTHERS:
         found += [_product("4096 square", form, rows, n, k) for rows in (1, 64, 2048)]
-    for rows in (1, 64, 2048):
-        found.append(_product("4096 square", _SYMMETRIC, rows, n, k, deterministic=True))
+    found += [_product("4096 square", _SYMMETRIC, rows, n, k, deterministic=True) for rows in (1, 2048)]
     found += [_dequantization(form, n, k) for form in (_SYMMETRIC, *_OTHERS)]
     return found
 
