@@ -14,6 +14,7 @@ _UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
+_MOST_DIGITS = 30
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 
 
@@ -22,6 +23,8 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{text!r} is not a memory size such as 512MiB, 4GiB or 1.5GB")
+    if len(match[1]) > _MOST_DIGITS:
+        raise ValueError(f"a memory size of {len(match[1])} digits is none that any machine has")
     size = int(float(match[1]) * _UNITS[match[2].lower()])
     if size <= 0:
         raise ValueError(f"{text!r} is not more than zero bytes")

@@ -7,20 +7,21 @@ cannot be.
 from typing import Literal
 
 from config.machine import Gpu, Machine
-from config.schema import Config
+from config.schema import Config, ModelArch
 from config.sources import ConfigError
 
 Kernels = Literal["native", "torch", "triton"]
 
 _GPU_THREADS = 8  # at most, by default; the other processes need cores, too
 _MAX_GRAPH_SEQS = 256
+_HEAD_STEP, _LARGEST_HEAD = 16, 256  # of the dimension of heads that attention kernels take
 _OLDEST = 80  # sm_80, Ampere: the first with bfloat16 and asynchronous copies
 
 
-def device(config: Config, machine: Machine, reasons: list[str]) -> Literal["cpu", "cuda"]:
+def device(config: Config, arch: ModelArch, machine: Machine, reasons: list[str]) -> Literal["cpu", "cuda"]:
     if config.worker.device == "cpu":
         return "cpu"
-    problem = _gpu_problem(machine)
+    problem = _gpu_problem(machine) or _heads_problem(arch)
     if not problem and config.worker.kernels in ("native", "torch"):
         problem = f"--kernels {config.worker.kernels} is for CPUs"
     if not problem:
@@ -55,6 +56,16 @@ def _gpu_problem(machine: Machine) -> str:
     return ""
 
 
+def _heads_problem(arch: ModelArch) -> str:
+    """Why GPU kernels can't compute this model's attention, or ""."""
+    if arch.head_dim % _HEAD_STEP or arch.head_dim > _LARGEST_HEAD:
+        return (
+            f"this model's heads have {arch.head_dim} dimensions, and GPU kernels take multiples of {_HEAD_STEP} up to "
+            f"{_LARGEST_HEAD}"
+        )
+    return ""
+
+
 def _is_supported(gpu: Gpu) -> bool:
     vendor, _, number = gpu.capability.partition("_")
     if vendor == "sm" and number.isdigit():
@@ -62,11 +73,13 @@ def _is_supported(gpu: Gpu) -> bool:
     return gpu.capability.startswith(("gfx94", "gfx95"))  # CDNA 3 and 4
 
 
-def kernels(config: Config, device: str, machine: Machine, reasons: list[str]) -> Kernels:
+def kernels(config: Config, arch: ModelArch, device: str, machine: Machine, reasons: list[str]) -> Kernels:
     if device == "cuda":
         return "triton"
     asked = config.worker.kernels
     if asked == "triton":
+        if problem := _heads_problem(arch):
+            raise ConfigError(f"--kernels triton: {problem}; use --kernels native")
         if machine.triton_problem:
             raise ConfigError(
                 f"--kernels triton: needs the package triton, which can't be had: {machine.triton_problem}"

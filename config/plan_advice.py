@@ -56,11 +56,16 @@ class Way(Struct, frozen=True, kw_only=True):
         return self.but(text, config=msgspec.structs.replace(self.config, **{section: owner}))
 
 
+_SMALLER = "use a smaller model, or a larger --gpu-memory-share"
+
+
 def shortage(config: Config, arch: ModelArch, machine: Machine, resolved: Resolved) -> str:
     """Why `resolved`, made of the others by `resolve`, does not fit, and what helps."""
     if resolved.plan.gpu is None:
         return _cpu_shortage(resolved.plan, resolved.config)
     helps = "; ".join(way.text for way in ways_out(config, arch, machine))
+    if not helps:
+        return f"{_gpu_shortage(resolved, arch)} No setting helps, nor any GPU that is known here: {_SMALLER}."
     return f"{_gpu_shortage(resolved, arch)} Do one of these: {helps}."
 
 

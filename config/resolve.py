@@ -50,8 +50,8 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
     """
     reasons: list[str] = []
     _check(config)
-    device = device_choices.device(config, machine, reasons)
-    kernels = device_choices.kernels(config, device, machine, reasons)
+    device = device_choices.device(config, arch, machine, reasons)
+    kernels = device_choices.kernels(config, arch, device, machine, reasons)
     dtype = device_choices.dtype(config, device, kernels, machine, reasons)
     kv_dtype = device_choices.kv_dtype(config, dtype, kernels, machine, reasons)
     pooling = _pooling(config, arch, reasons)

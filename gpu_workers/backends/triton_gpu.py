@@ -14,10 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kernels.gpu.decode_attention import decode_attention
-from kernels.gpu.matmul import matmul
-from kernels.gpu.pack import PackedIntegers, largest_group, pack_integers
-from kernels.gpu.weight_only import weight_only_matmul
 
 from gpu_workers.backend import Backend, Compiled, LoadedWeight
 from gpu_workers.backends.triton_graphs import GraphCompiled, buckets_of
@@ -33,11 +29,15 @@ from gpu_workers.sampling import PackedMask, SamplingBatch, TokenMask
 from gpu_workers.weights.quantized import QuantizedWeight
 from ipc.control import StartError
 from kernels.gpu.activation import gated_activation
+from kernels.gpu.decode_attention import decode_attention
 from kernels.gpu.embedding import embed
+from kernels.gpu.matmul import matmul
 from kernels.gpu.norm import add_rms_norm, rms_norm
+from kernels.gpu.pack import PackedIntegers, largest_group, pack_integers
 from kernels.gpu.prefill_attention import prefill_attention
 from kernels.gpu.rope import rope_and_write
 from kernels.gpu.tables import choose
+from kernels.gpu.weight_only import weight_only_matmul
 
 _LARGEST_HEAD = 256
 
@@ -109,7 +109,7 @@ class TritonBackend(Backend):
         if head_dim % 16 or head_dim > _LARGEST_HEAD:
             raise StartError(
                 f"This model's heads have {head_dim} dimensions; the GPU kernels take multiples of 16 up to "
-                f"{_LARGEST_HEAD}. Serve it with --device cpu."
+                f"{_LARGEST_HEAD}."
             )
         return GpuKV.allocate(num_layers, num_blocks, block_size, num_kv_heads, head_dim, self._kv_dtype, self.device)
 

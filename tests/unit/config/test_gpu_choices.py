@@ -279,3 +279,14 @@ def test_gpus_by_name_and_by_size() -> None:
         assert settle(arch=SMOLLM2_135M, machine=msgspec.structs.replace(MACHINE, gpus=(card,))).plan.gpu is not None
     with pytest.raises(ValueError, match=r"'V100' is neither a memory size such as 24GiB nor one of B200, H200"):
         planned_gpu("V100")
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 272])
+def test_heads_that_gpu_kernels_do_not_take_are_told_before_anything_is_loaded(head_dim: int) -> None:
+    arch = msgspec.structs.replace(SMOLLM2_135M, head_dim=head_dim)
+    why = f"heads have {head_dim} dimensions, and GPU kernels take multiples of 16 up to 256"
+    with pytest.raises(ConfigError, match=f"--device cuda: .*{why}"):
+        settle("--device", "cuda", arch=arch)
+    with pytest.raises(ConfigError, match=f"--kernels triton: .*{why}; use --kernels native"):
+        settle("--device", "cpu", "--kernels", "triton", arch=arch)
+    assert why in reason(settle(arch=arch), "device cpu")

@@ -40,3 +40,8 @@ def test_format_size(size: int, text: str) -> None:
 @given(st.integers(1, 1 << 45))
 def test_what_is_shown_reads_back_within_a_percent(size: int) -> None:
     assert abs(parse_size(format_size(size)) - size) <= 0.01 * size
+
+
+def test_absurd_sizes_are_no_numbers_of_bytes() -> None:
+    with pytest.raises(ValueError, match="400 digits"):
+        parse_size("9" * 400 + "GiB")
