@@ -6,7 +6,8 @@ by the number of rows. Measured with torch 2.13 on an AVX2 machine, float32, 1 t
 - MKL (`torch.mm`, `F.linear`, `torch.bmm`): 1, 2 and 3 rows differ from all others, as do the 1 to 3 rows that are left
   over where it splits 5, 6, 7, 9, 10 or 11 rows between two threads. A multiple of 4 rows, by a multiple of 4 columns,
   is computed alike; where 3 or 4 threads divide 40 columns between them it is not, hence a multiple of 16 for weights.
-- oneDNN with weights packed for 32 rows: identical for every number of rows and threads, and the fastest for few rows,
+- oneDNN with weights packed for 32 rows: identical for every number of rows and threads (on an AVX-512 machine, from two
+  rows on), and the fastest for few rows,
   as it reads the weights once (a padded MKL product splits the rows, so each thread reads them all).
 - torch's reductions over the last axis, and exp and tanh: identical everywhere. silu, sigmoid and gelu are not: up to
   15 elements at the end of each thread's share take another path. They are composed of exp and tanh here.
@@ -26,6 +27,7 @@ from gpu_workers.backends.torch_attention import AttentionPlan, PagedKV, attend
 from gpu_workers.batch import ForwardBatch
 from gpu_workers.comm import Comm
 
+_LEAST_PACKED_ROWS = 4  # with AVX-512, oneDNN takes another kernel for a single row of some shapes
 _PACKED_ROWS = 32  # the row count oneDNN lays weights out for; at 1 it takes another kernel for single rows
 
 
@@ -146,10 +148,12 @@ class TorchCpuBackend(Backend):
 
     def linear(self, x: torch.Tensor, weight: Linear) -> torch.Tensor:
         x = x.to(weight.operand)
+        rows = x.shape[0]
         if self._packed:
-            y = torch.ops.mkldnn._linear_pointwise(x, weight.weight, weight.bias, "none", [], "")
+            if self._deterministic and rows < _LEAST_PACKED_ROWS:
+                x = F.pad(x, (0, 0, 0, _LEAST_PACKED_ROWS - rows))
+            y = torch.ops.mkldnn._linear_pointwise(x, weight.weight, weight.bias, "none", [], "")[:rows]
         else:
-            rows = x.shape[0]
             padding = -rows % 4 if self._deterministic else 0
             y = F.linear(F.pad(x, (0, 0, 0, padding)) if padding else x, weight.weight, weight.bias)
             y = y[:rows, : weight.features]
