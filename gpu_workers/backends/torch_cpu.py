@@ -6,9 +6,9 @@ by the number of rows. Measured with torch 2.13 on an AVX2 machine, float32, 1 t
 - MKL (`torch.mm`, `F.linear`, `torch.bmm`): 1, 2 and 3 rows differ from all others, as do the 1 to 3 rows that are left
   over where it splits 5, 6, 7, 9, 10 or 11 rows between two threads. A multiple of 4 rows, by a multiple of 4 columns,
   is computed alike; where 3 or 4 threads divide 40 columns between them it is not, hence a multiple of 16 for weights.
-- oneDNN with weights packed for 32 rows: identical for every number of rows and threads (on an AVX-512 machine, from
-  two rows on), and the fastest for few rows, as it reads the weights once (a padded MKL product splits the rows, so each
-  thread reads them all).
+- oneDNN with weights packed for 32 rows: identical for every number of rows and threads (with AVX-512, from two rows
+  on), and the fastest for few rows, as it reads the weights once (a padded MKL product splits the rows, so each thread
+  reads them all).
 - torch's reductions over the last axis, and exp and tanh: identical everywhere. silu, sigmoid and gelu are not: up to
   15 elements at the end of each thread's share take another path. They are composed of exp and tanh here.
 
