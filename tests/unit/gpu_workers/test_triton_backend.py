@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.gpu.pack import PackedIntegers
 
 from config.arch import read_arch
 from gpu_workers.backend import Backend
@@ -21,6 +20,7 @@ from gpu_workers.weights.loader import open_source
 from gpu_workers.weights.source import Weights
 from ipc.codec import pack_ints, unpack_floats, unpack_ints
 from ipc.engine_messages import SamplingSpec, StepResult
+from kernels.gpu.pack import PackedIntegers
 from tests.kernels.gpu.device import DEVICE
 from tests.unit.gpu_workers.plans import new_row, plan, spec
 from tests.unit.gpu_workers.tiny import make_batch, save_tiny
