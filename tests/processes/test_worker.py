@@ -88,7 +88,7 @@ def run_ranks(
         index=0,
         config=Config(
             model=ModelConfig(dtype="float32", kv_dtype="float32", quantization="none", max_model_len=256),
-            scheduler=SchedulerConfig(max_seqs=4),
+            scheduler=SchedulerConfig(max_seqs=4, max_step_tokens=64),
             worker=WorkerConfig(device="cpu", tp=tp, threads=len(cpus) or 1, deterministic=True),
         ),
         arch=read_arch(model_path),

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpu_workers.runner import Step
 from ipc.codec import unpack_ints
 from ipc.engine_messages import StepPlan, StepResult
 from scheduler_proc.event_log import Entry, PlanDigest
@@ -80,10 +81,10 @@ class Recorder(in_process.Runner):
         super().__init__(*arguments)
         self.seen = []
 
-    def execute(self, plan: StepPlan) -> StepResult | None:
-        result = super().execute(plan)
+    def collect(self, step: Step) -> StepResult | None:
+        result = super().collect(step)
         assert result is not None
-        self.seen.append((plan, list(unpack_ints(result.token_ids))))
+        self.seen.append((step.plan, list(unpack_ints(result.token_ids))))
         return result
 
 
