@@ -25,6 +25,9 @@ from kernels.gpu.numbers import decode_e4m3
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
+# Of the dimension of heads.
+HEAD_STEP, LARGEST_HEAD = 16, 256
+
 NOTHING: tl.constexpr = tl.constexpr(-1e30)  # finite, so that a difference of two is not NaN
 
 

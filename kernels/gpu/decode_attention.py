@@ -234,13 +234,30 @@ def _find_blocks(
     table, start, first_key, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOWED: tl.constexpr
 ):  # fmt: skip
     """The blocks of the keys from `start` on, a multiple of TILE: [TILE] int32, or one number where they lie in one."""
-    if BLOCK_SIZE >= TILE:
+    if BLOCK_SIZE % TILE == 0:
         blocks = tl.load(table + start // BLOCK_SIZE)
     else:
         offsets = tl.arange(0, TILE)
+        if TILE % BLOCK_SIZE == 0:
+            entries = table + start // BLOCK_SIZE + offsets // BLOCK_SIZE
+        else:
+            entries = table + (start + offsets) // BLOCK_SIZE
         readable = _readable(start + offsets, first_key, end, WINDOWED)
-        blocks = tl.load(table + start // BLOCK_SIZE + offsets // BLOCK_SIZE, mask=readable, other=0)
+        blocks = tl.load(entries, mask=readable, other=0)
     return blocks
+
+
+@triton.jit
+def _in_blocks(start, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """[TILE] int32: where in their blocks the keys from `start` on lie."""
+    offsets = tl.arange(0, TILE)
+    if TILE % BLOCK_SIZE == 0:
+        inside = offsets % BLOCK_SIZE  # the same in all tiles
+    elif BLOCK_SIZE % TILE == 0:
+        inside = start % BLOCK_SIZE + offsets
+    else:
+        inside = (start + offsets) % BLOCK_SIZE
+    return inside
 
 
 @triton.jit
@@ -318,8 +335,7 @@ def _decode(
         for start in tl.range(begin, end, TILE):
             keys = start + offsets
             readable = _readable(keys, first_key, end, WINDOWED)
-            # Both are powers of 2: tiles are whole blocks, or lie in one.
-            inside = offsets % BLOCK_SIZE if BLOCK_SIZE <= TILE else start % BLOCK_SIZE + offsets
+            inside = _in_blocks(start, BLOCK_SIZE, TILE)
             wide = blocks.to(tl.uint32).to(tl.int64)
             places = (wide * BLOCK_STRIDE + inside * row_words)[:, None] + words[None, :]
             in_pool = readable[:, None] & (words < row_words)[None, :]

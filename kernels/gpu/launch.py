@@ -22,9 +22,10 @@ from triton.runtime.driver import driver
 
 INTERPRETED = bool(knobs.runtime.interpret)
 if INTERPRETED:
-    from kernels.gpu.interpreter import convert_as_devices
+    from kernels.gpu.interpreter import convert_as_devices, divide_as_devices
 
     convert_as_devices()
+    divide_as_devices()
 
 # Architecture (the name of a table of settings) -> what Triton compiles for. sm_86 stands for all consumer cards, whose
 # blocks have 99 KiB of shared memory; threads in a warp is the last number.
@@ -169,6 +170,11 @@ def _registers(asm: dict[str, Any], architecture: str) -> tuple[int, int]:
     used = int(re.search(r"Used (\d+) registers", said)[1])
     stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said).groups()
     return used, max(int(stores), int(loads))
+
+
+def cache_folder() -> Path:
+    """Where Triton keeps what it compiles."""
+    return Path(knobs.cache.dir)
 
 
 def architecture() -> str:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_tile import attend, empty_state, merge, score_factors
+from kernels.gpu.attention_tile import HEAD_STEP, LARGEST_HEAD, attend, empty_state, merge, score_factors
 from kernels.gpu.launch import cdiv, launch
 from kernels.gpu.numbers import as_bytes, native_e4m3
 from kernels.gpu.tables import choose
@@ -77,8 +77,8 @@ def prefill_attention(
     compare bits under the interpreter, whose products are numpy's, and with tensor cores where there is a GPU.
     """
     num_tokens, num_heads, head_dim = q.shape
-    if head_dim % 16 or head_dim > 256:
-        raise ValueError(f"head_dim {head_dim} is not a multiple of 16 up to 256")
+    if head_dim % HEAD_STEP or head_dim > LARGEST_HEAD:
+        raise ValueError(f"head_dim {head_dim} is not a multiple of {HEAD_STEP} up to {LARGEST_HEAD}")
     num_groups, block_size = k_pool.shape[1:3]
     num_sequences = context_lens.shape[0]
     repeats = num_heads // num_groups
@@ -347,7 +347,7 @@ def _combine(
     mask = exists[:, None] & (columns < HEAD_DIM)[None, :]
     places = (tl.program_id(0).to(tl.int64) * num_heads + heads) * segments
     largest, total, values = empty_state(ROWS, WIDTH)
-    for segment in tl.range(first_key // SEGMENT, position // SEGMENT + 1):
+    for segment in tl.range(first_key // SEGMENT, tl.cdiv(position + 1, SEGMENT)):  # none of a graph's padding
         at = places + segment
         more_largest = tl.load(states + at * 2, mask=exists, other=0.0)
         more_total = tl.load(states + at * 2 + 1, mask=exists, other=1.0)

@@ -2,7 +2,6 @@
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,18 +10,20 @@ import torch
 
 from config.arch import read_arch
 from config.memory_plan import kv_bytes_per_token
+from config.schema import ModelConfig
+from config.sources import ConfigError
 from gpu_workers.models.llama import LlamaModel
 from ipc.control import StartError
 from ipc.engine_messages import SamplingSpec
 from kernels.cpu.build import BuildError
-from tools.arguments import add_numbers, counts, tool_parser
+from tools.arguments import add_numbers, counts, end_with, refuse, tool_parser
 from tools.bench_engine.measured import MeasuredBackend, make_measured_backend
 from tools.bench_engine.random_models import SHAPES
 from tools.bench_engine.steps import BLOCK_SIZE, MOST_STEPS, Steps, StepTimes, attention_operations, positions_seen
 from tools.bench_kernels.command import check_common, machine_line, say, write_json
 from tools.bench_kernels.limits import Limits, Work, measure_limits, usable_cores
+from tools.reports.table import render
 from tools.score.model import assemble
-from tools.simulate.table import render
 
 _EPILOG = """\
 prefill: prompts of random tokens, each in one step, as with a --prefill-chunk of that length. decode: steps of so many
@@ -43,7 +44,7 @@ idle      share of the time in which the GPU had nothing to do
 kernels   a decode step's time on the GPU over the sum of its kernels' times
 
   python -m tools.bench_engine --model models/SmolLM2-135M-Instruct.Q4_1.gguf
-  python -m tools.bench_engine --device cuda --shape llama-3.1-8b --decode 1,64,256 --context 1024
+  python -m tools.bench_engine --device cuda --shape llama-3.1-8b --decode 1,64,256 --context 1024 --kv-dtype fp8
   python -m tools.bench_engine --model DIR --quantization none --dtype bfloat16 --decode 1,64 --prefill 512
 """
 # Drawn: temperature 1 and the filters that many clients send.
@@ -86,13 +87,13 @@ def load_model(
     kernels: str,
     dtype: str,
     threads: int,
-    quantized: bool,
+    quantization: str,
     kv_dtype: str,
     progress: Callable[[str], None],
 ) -> LlamaModel:
     """The model in this process, alone; StartError or ValueError when it can't be loaded."""
-    backend = make_measured_backend(kernels, dtype, threads, quantized, kv_dtype, progress)
-    return assemble(path, backend)
+    backend = make_measured_backend(kernels, dtype, threads, quantization != "none", kv_dtype, progress)
+    return assemble(path, backend, quantization)
 
 
 class Bench:
@@ -140,10 +141,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shape",
         choices=sorted(SHAPES),
-        help="with --device cuda, instead of --model: random weights, in bfloat16",
+        help="with --device cuda, instead of --model: random weights",
     )
-    add_numbers(parser, "float16", "of the native kernels' KV cache; the server's default, too")
-    parser.add_argument("--threads", type=int, default=usable_cores(), help="compute threads (default: usable cores)")
+    kv_help = "of the native kernels' KV cache (default: float16, as the server's), or a GPU's (default: as --dtype)"
+    add_numbers(parser, "float16", kv_help, gpu=True)
+    parser.set_defaults(kernels=None, quantization=None, dtype=None, kv_dtype=None)  # see `_settle`
+    parser.add_argument("--threads", type=int, help="compute threads of a CPU (default: usable cores)")
     parser.add_argument(
         "--prefill",
         type=counts(1 << 17),
@@ -165,6 +168,32 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _settle(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse what the device does not have; defaults for what was not given."""
+    on_gpu = arguments.device == "cuda"
+    if on_gpu:
+        refuse(parser, arguments, ("kernels", "threads"), "of a CPU's kernels, not with --device cuda")
+        if arguments.shape:
+            refuse(parser, arguments, ("quantization",), "not with --shape, whose weights are no integers")
+    defaults = {
+        "kernels": "auto",
+        "threads": usable_cores(),
+        "quantization": "auto",
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "kv_dtype": (arguments.dtype or "bfloat16") if on_gpu else "float16",
+    }
+    for name, value in defaults.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    dtype, kv_dtype = arguments.dtype, arguments.kv_dtype
+    if dtype == ("float32" if on_gpu else "float16"):
+        parser.error(f"--dtype {dtype}: not with --device {arguments.device}")
+    if on_gpu and kv_dtype not in (dtype, "int8", "fp8"):
+        parser.error(f"--kv-dtype {kv_dtype}: on a GPU {dtype}, as --dtype, int8 or fp8")
+    if kv_dtype == "fp8" and not on_gpu:
+        parser.error("--kv-dtype fp8: with --device cuda only")
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Measure and print; StartError, ValueError, BuildError, MemoryError or OSError where that is impossible."""
     most_rows = max(arguments.decode, default=0)
@@ -176,9 +205,14 @@ def run(arguments: argparse.Namespace) -> None:
             "this model takes"
         )
     say(f"loading {arguments.model}")
-    quantized = arguments.quantization == "auto"
     model = load_model(
-        arguments.model, arguments.kernels, arguments.dtype, arguments.threads, quantized, arguments.kv_dtype, say
+        arguments.model,
+        arguments.kernels,
+        arguments.dtype,
+        arguments.threads,
+        arguments.quantization,
+        arguments.kv_dtype,
+        say,
     )
     native = isinstance(model.backend, MeasuredBackend)
     limits = measure_limits(arguments.threads, min(arguments.seconds, 1.0), say) if native else None
@@ -210,18 +244,21 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def run_on_gpu(arguments: argparse.Namespace) -> None:
-    """The same on a GPU; StartError where there is none."""
+    """The same on a GPU; StartError where there is none, ConfigError where it can't have compiled kernels."""
     # Not at the top: they import triton, which a CPU needs none of.
     from tools.bench_engine.gpu_command import bench_gpu
+    from tools.gpu_kernels.command import check_cache
 
+    check_cache()
     content = bench_gpu(
         arguments.model,
         arguments.shape,
+        ModelConfig(dtype=arguments.dtype, kv_dtype=arguments.kv_dtype, quantization=arguments.quantization),
+        SAMPLING[arguments.sampling],
         arguments.prefill,
         arguments.decode,
         arguments.context,
         arguments.seconds,
-        quantized=arguments.quantization == "auto",
     )
     write_json(arguments.json, content)
 
@@ -230,6 +267,7 @@ def main(argv: list[str] | None = None) -> int:
     """The exit status: 2 when the model or the kernels can't be had."""
     parser = _parser()
     arguments = parser.parse_args(argv)
+    _settle(parser, arguments)
     check_common(parser, arguments)
     if (arguments.model is None) == (arguments.shape is None):
         parser.error("--model or --shape: one of them, and not both")
@@ -245,6 +283,7 @@ def main(argv: list[str] | None = None) -> int:
         (run if arguments.device == "cpu" else run_on_gpu)(arguments)
     except (
         StartError,
+        ConfigError,
         ValueError,
         BuildError,
         MemoryError,
@@ -258,4 +297,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

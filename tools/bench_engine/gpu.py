@@ -5,14 +5,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 import torch
 
 from config.gpu_memory import gpu_weight_bytes
 from config.graphs import graph_buckets
 from config.memory_plan import DTYPE_BYTES, kv_bytes_per_token, parameter_count
-from config.schema import DType, ModelArch, ModelConfig
+from config.schema import ModelArch, ModelConfig
 from gpu_workers.comm import LocalComm
 from gpu_workers.models.llama import LlamaModel
 from gpu_workers.runner import Runner, Step
@@ -20,7 +19,6 @@ from ipc.engine_messages import SamplingSpec, StepPlan, StepResult
 from tools.bench_engine.steps import BLOCK_SIZE, Plans, attention_operations, positions_seen
 from tools.gpu_kernels.measure import GpuLimits
 
-DTYPE: Literal["bfloat16"] = "bfloat16"  # of weights and activations
 _WARM_UPS = 3
 _LEAST_STEPS, MOST_STEPS = 10, 256
 _PROFILED_STEPS = 20
@@ -53,7 +51,8 @@ class GpuBench:
     def __init__(
         self,
         model: LlamaModel,
-        kv_dtype: str,
+        numbers: ModelConfig,
+        sampling: SamplingSpec,
         max_rows: int,
         context: int,
         max_length: int,
@@ -62,16 +61,17 @@ class GpuBench:
     ) -> None:
         """Captures graphs for up to `max_rows` sequences of up to `max_length` tokens, as a server does at start.
 
-        The pool holds as many that decode after `context` tokens, or one sequence of `max_length`.
+        `numbers`: the types in which `model` computes. `sampling`: of all requests. The pool holds as many sequences
+        that decode after `context` tokens, or one of `max_length`.
         """
-        self._arch, self._limits, self._kv_dtype = model.arch, limits, kv_dtype
+        self._arch, self._limits, self._numbers = model.arch, limits, numbers
         self._on_gpu = model.backend.device.type == "cuda"
         self._decode_length = context + MOST_STEPS
         num_blocks = max(max_rows * -(-self._decode_length // BLOCK_SIZE), -(-max_length // BLOCK_SIZE))
         kv = model.allocate_kv(num_blocks, BLOCK_SIZE)
         self._runner = Runner(model, kv, num_blocks, BLOCK_SIZE, max_rows, max_length, LocalComm())
         self._runner.capture(graph_buckets(max_rows), progress)
-        self._plans = Plans(model.arch.vocab_size, SamplingSpec())
+        self._plans = Plans(model.arch.vocab_size, sampling)
 
     def prefill(self, tokens: int, seconds: float) -> GpuTimes:
         """Prompts of `tokens` tokens, each in one step of its own."""
@@ -157,23 +157,23 @@ class GpuBench:
         device = statistics.median((one.prepare_us + one.forward_us + one.sample_us) / 1e6 for one in results)
         # The copy of a step's inputs, and before it what the device waits for the host.
         idle = sum(one.between_us + one.prepare_us for one in results) / 1e6 / (ends[-1] - ends[0])
-        num_bytes, operations = step_work(self._arch, DTYPE, self._kv_dtype, tokens, sampled, kv_positions, seen)
-        least, bound = self._limits.least_seconds(num_bytes, operations, DTYPE)
+        num_bytes, operations = step_work(self._arch, self._numbers, tokens, sampled, kv_positions, seen)
+        least, bound = self._limits.least_seconds(num_bytes, operations, self._numbers.dtype)
         return GpuTimes(phase, tokens, context, len(results), interval, device, idle, least / interval, bound, kernels)
 
 
 def step_work(
-    arch: ModelArch, dtype: DType, kv_dtype: str, tokens: int, sampled: int, kv_positions: float, seen: float
+    arch: ModelArch, numbers: ModelConfig, tokens: int, sampled: int, kv_positions: float, seen: float
 ) -> tuple[float, float]:
     """(bytes, operations) that a step needs at least: every weight once, and the keys and values of all sequences.
 
     Of the embedding only the rows of the step's tokens are read, unless it is the head, too.
     """
-    weights, _ = gpu_weight_bytes(arch, ModelConfig(dtype=dtype))
+    weights, _ = gpu_weight_bytes(arch, numbers)
     table = arch.vocab_size * arch.hidden_size
     of_tokens = parameter_count(arch) - table * (1 if arch.tie_embeddings else 2)
     if not arch.tie_embeddings:
-        weights -= DTYPE_BYTES[dtype] * table
-    num_bytes = weights + kv_positions * kv_bytes_per_token(arch, kv_dtype) / arch.num_layers
+        weights -= DTYPE_BYTES[numbers.dtype] * table
+    num_bytes = weights + kv_positions * kv_bytes_per_token(arch, numbers.kv_dtype) / arch.num_layers
     operations = 2.0 * tokens * of_tokens + 2.0 * sampled * table + attention_operations(arch, seen)
     return num_bytes, operations

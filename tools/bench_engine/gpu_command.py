@@ -8,16 +8,17 @@ from typing import Any
 import torch
 
 from config.arch import read_arch
-from config.schema import ModelArch
+from config.schema import ModelArch, ModelConfig
 from gpu_workers.backends import make_backend
 from gpu_workers.models.llama import LlamaModel
-from tools.bench_engine.gpu import DTYPE, MOST_STEPS, GpuBench, GpuTimes
+from ipc.engine_messages import SamplingSpec
+from tools.bench_engine.gpu import MOST_STEPS, GpuBench, GpuTimes
 from tools.bench_engine.random_models import SHAPES, random_model
 from tools.bench_kernels.command import say
 from tools.gpu_kernels.machine import describe
 from tools.gpu_kernels.measure import GpuLimits, Stopwatch, measure_limits
+from tools.reports.table import render
 from tools.score.model import assemble
-from tools.simulate.table import render
 
 HEADER = ["ms", "tok/s", "device", "idle", "kernels", "limit", "by"]
 _LIMIT_SECONDS = 0.3
@@ -39,17 +40,22 @@ def label(times: GpuTimes) -> str:
     return f"{times.phase} {times.tokens}" + (f" at {times.context}" if times.context else "")
 
 
-def load(model: Path | None, shape: str | None, max_length: int, quantized: bool) -> LlamaModel:
+def load(model: Path | None, shape: str | None, max_length: int, numbers: ModelConfig) -> LlamaModel:
     """A checkpoint, or random weights of a shape; raises as `make_backend` and `assemble`."""
-    backend = make_backend("cuda", DTYPE, None, deterministic=False, quantized=quantized, kv_dtype=DTYPE)
+    quantized = numbers.quantization != "none"
+    backend = make_backend(
+        "cuda", numbers.dtype, None, deterministic=False, quantized=quantized, kv_dtype=numbers.kv_dtype
+    )
     if model is not None:
-        return assemble(model, backend)
+        return assemble(model, backend, numbers.quantization)
     assert shape is not None
     return random_model(SHAPES[shape], backend, max_length)
 
 
 def measure(
     model: LlamaModel,
+    numbers: ModelConfig,
+    sampling: SamplingSpec,
     prefill: Sequence[int],
     decode: Sequence[int],
     context: int,
@@ -59,7 +65,7 @@ def measure(
     """All of them, about `seconds` each besides what comes before."""
     longest = max([context + MOST_STEPS if decode else 0, *prefill])
     say("capturing CUDA graphs")
-    bench = GpuBench(model, DTYPE, max([1, *decode]), context, longest, limits, lambda done: None)
+    bench = GpuBench(model, numbers, sampling, max([1, *decode]), context, longest, limits, lambda done: None)
     found = []
     for tokens in prefill:
         say(f"prefill of {tokens} tokens")
@@ -73,11 +79,12 @@ def measure(
 def bench_gpu(
     path: Path | None,
     shape: str | None,
+    numbers: ModelConfig,
+    sampling: SamplingSpec,
     prefill: Sequence[int],
     decode: Sequence[int],
     context: int,
     seconds: float,
-    quantized: bool,
 ) -> dict[str, Any]:
     """Measure and print; what is worth keeping."""
     arch: ModelArch = SHAPES[shape] if shape else read_arch(path)  # type: ignore[arg-type]
@@ -88,13 +95,14 @@ def bench_gpu(
             "this model takes"
         )
     say(f"loading {path or shape}")
-    model = load(path, shape, longest, quantized)
+    model = load(path, shape, longest, numbers)
     device = model.backend.device
     limits = measure_limits(Stopwatch(device), device, _LIMIT_SECONDS)
     machine = describe(device)
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     print(limits.text(), flush=True)
-    found = measure(model, prefill, decode, context, seconds, limits)
+    found = measure(model, numbers, sampling, prefill, decode, context, seconds, limits)
     print(f"\n{render(HEADER, [(label(times), columns(times)) for times in found])}")
     torch.cuda.synchronize()
-    return {"machine": machine, "limits": asdict(limits), "results": [asdict(times) for times in found]}
+    in_numbers = {"dtype": numbers.dtype, "kv_dtype": numbers.kv_dtype}
+    return {"machine": machine, **in_numbers, "limits": asdict(limits), "results": [asdict(times) for times in found]}

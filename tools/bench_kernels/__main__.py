@@ -4,7 +4,6 @@ Those of the CPU, or with --device cuda those of the GPU.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -12,14 +11,14 @@ from pathlib import Path
 
 from kernels.cpu.build import BuildError
 from kernels.cpu.library import GROUP, load
-from tools.arguments import tool_parser
+from tools.arguments import end_with, refuse, tool_parser
 from tools.bench_kernels.cases import Case, Place, all_cases
 from tools.bench_kernels.command import check_common, machine_line, say, write_json
 from tools.bench_kernels.gpu import bench_gpu
 from tools.bench_kernels.limits import Limits, Work, last_level_cache, measure_limits, usable_cores
 from tools.bench_kernels.timing import median_seconds
 from tools.bench_kernels.weights import Weights
-from tools.simulate.table import render
+from tools.reports.table import render
 
 _EPILOG = """\
 On the CPU small probes first measure what the machine can do in this run, with the same threads: read memory, multiply
@@ -41,7 +40,7 @@ small and may be in a cache: theirs may be above 1.
 
 On the GPU the limits are what copying and multiplying large matrices reach in this run. The cases are those of
 tools/gpu_kernels, called KERNEL/NAME, and are measured with a cold L2 cache; speedup is the time of a library that does
-the same over that of the kernel. --threads and --shape have no meaning there.
+the same over that of the kernel. --threads and --shape are for the CPU.
 
   python -m tools.bench_kernels                        all of it, some minutes
   python -m tools.bench_kernels --only '*/int4/*/1'    products of one row with int4 weights
@@ -99,7 +98,7 @@ def table(results: Sequence[Measured]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = tool_parser("bench_kernels", __doc__, _EPILOG)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    parser.add_argument("--threads", type=int, default=usable_cores(), help="compute threads (default: usable cores)")
+    parser.add_argument("--threads", type=int, help="compute threads of a CPU (default: usable cores)")
     parser.add_argument(
         "--seconds", type=float, default=0.2, help="how long each kernel and each limit is measured (default: 0.2)"
     )
@@ -121,6 +120,10 @@ def main(argv: list[str] | None = None) -> int:
     """The exit status: 2 when the kernels can't be had, or there is no GPU for --device cuda."""
     parser = _parser()
     arguments = parser.parse_args(argv)
+    if arguments.device == "cuda":
+        refuse(parser, arguments, ("threads", "shape"), "of a CPU's kernels, not with --device cuda")
+    if arguments.threads is None:
+        arguments.threads = usable_cores()
     check_common(parser, arguments)
     if arguments.device == "cuda":
         return bench_gpu(parser, arguments)
@@ -150,4 +153,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

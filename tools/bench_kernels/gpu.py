@@ -6,24 +6,25 @@ from dataclasses import asdict
 
 import torch
 
+from config.sources import ConfigError
 from tools.bench_kernels.command import say, write_json
+from tools.gpu_kernels.command import check_cache, chosen_cases
 from tools.gpu_kernels.device import NO_GPU, Ran, machine_of, run_cases, worker
-from tools.gpu_kernels.registry import families, load_cases
+from tools.gpu_kernels.registry import families
 from tools.gpu_kernels.workers import LostError
-from tools.simulate.table import render
+from tools.reports.table import render
 
 
 def bench_gpu(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Measure all cases that --only matches, each for --seconds. The exit status: 2 without a GPU."""
     modules = families()
-    cases = load_cases(modules, arguments.only)
-    if not cases:
-        parser.error(f"--only {arguments.only}: no case has such a label")
+    cases = chosen_cases(parser, modules, arguments.only)
     if not torch.cuda.is_available():
         say(f"bench_kernels: {NO_GPU}")
         return 2
     results = []
     try:
+        check_cache()
         with worker() as process:
             machine = machine_of(process)
             print(", ".join(f"{name} {value}" for name, value in machine.described.items()))
@@ -32,6 +33,8 @@ def bench_gpu(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
             for ran in run_cases(process, units, modules, seconds=arguments.seconds, limits=machine.limits):
                 results.append(ran)
                 say(f"{len(results)}/{len(cases)} {ran.case.label}")
+    except ConfigError as error:
+        parser.error(str(error))
     except LostError as error:
         say(f"bench_kernels: the GPU can't be used: {error}")
         return 2

@@ -7,7 +7,6 @@ reach in this run, and against a library where one does the same; then the engin
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -17,15 +16,16 @@ import torch
 
 from config.output_files import check_output
 from config.sources import ConfigError
-from tools.arguments import positive, tool_parser
+from tools.arguments import end_with, positive, tool_parser
 from tools.bench_kernels.command import say
 from tools.check_gpu.check import Check
 from tools.check_gpu.engine_parts import rows_right, steps_speed
 from tools.check_gpu.kernel_parts import compiled, right, right_section, speed
 from tools.check_gpu.sections import Section, markdown_table, report
 from tools.gpu_kernels.case import Case
+from tools.gpu_kernels.command import check_cache, chosen_cases
 from tools.gpu_kernels.device import NO_GPU, Machine, machine_of, run_cases, worker
-from tools.gpu_kernels.registry import families, first_of_each_kernel, load_cases
+from tools.gpu_kernels.registry import families, first_of_each_kernel
 from tools.gpu_kernels.workers import LostError
 
 _EPILOG = """\
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--interpret", action="store_true", help="only check the small cases, without a GPU")
     parser.add_argument(
-        "--model", type=Path, default=_MODEL, help=f"that the engine is checked with (default: models/{_MODEL.name})"
+        "--model", type=Path, help=f"that the engine is checked with (default: models/{_MODEL.name}, where it is there)"
     )
     return parser
 
@@ -72,16 +72,22 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
     parser = _parser()
     arguments = parser.parse_args(argv)
+    if arguments.model is None:
+        arguments.model = _MODEL
+    elif arguments.interpret:
+        parser.error("--model: not with --interpret, which checks kernels only")
+    elif not arguments.model.exists():
+        parser.error(f"--model {arguments.model}: no such file or directory")
     try:
         check_output("--out", arguments.out)
     except ConfigError as error:
         parser.error(str(error))
     modules = families()
-    cases = load_cases(modules, arguments.only)
+    cases = chosen_cases(parser, modules, arguments.only)
     if arguments.interpret:
         cases = [case for case in cases if _small(case)]
-    if not cases:
-        parser.error(f"--only {arguments.only}: no case has such a label")
+        if not cases:
+            parser.error(f"--only {arguments.only}: only large cases have such a label, which --interpret leaves out")
     if arguments.quick:
         cases = first_of_each_kernel(cases)
     if arguments.interpret:
@@ -89,6 +95,10 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         say(f"check_gpu: {NO_GPU}")
         return 2
+    try:
+        check_cache()
+    except ConfigError as error:
+        parser.error(str(error))
     with worker() as process:
         say("measuring what this GPU can do")
         try:
@@ -148,4 +158,4 @@ def _write(heading: str, sections: list[Section], out: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

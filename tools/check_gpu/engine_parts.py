@@ -11,10 +11,11 @@ from tools.bench_kernels.command import say
 from tools.check_gpu.check import Check
 from tools.check_gpu.sections import Section, markdown_table
 from tools.check_gpu.targets import judge_steps, reached_text
-from tools.gpu_kernels.workers import LostError, Worker
+from tools.gpu_kernels.workers import LateError, LostError, Worker
 
 _WORKER = "tools.check_gpu.engine_worker"
 _STEPS = {"prefill": [2048], "decode": [1, 64], "context": 1024, "seconds": 2.0}
+_HANGS = 120.0  # seconds without an answer; within fewer, kernels may still be compiled
 
 
 def rows_right(check: Check, until: float) -> Section:
@@ -27,9 +28,11 @@ def rows_right(check: Check, until: float) -> Section:
     request = {"model": str(check.model), "reference": str(check.reference), "device": "cuda"}
     done, steps, equal, worst = 0, 0, 0, 0.0
     failures: list[str] = []
+    late = ""
+    left = max(until - time.monotonic(), 1.0)
     with Worker(_WORKER) as process:
         try:
-            for answer in process.ask(request, max(until - time.monotonic(), 1.0)):
+            for answer in process.ask(request, left):
                 if "failed" in answer:
                     return Section(title, "the model could not be run", failures=[answer["failed"]])
                 done += 1
@@ -41,10 +44,13 @@ def rows_right(check: Check, until: float) -> Section:
                 if time.monotonic() >= until:
                     break
         except LostError as error:
-            failures.append(str(error))
+            if _is_failure(error, left):
+                failures.append(str(error))
+            else:
+                late = "; no time for more"
     summary = (
         f"{done} of {total} rows of the reference, {steps} steps, {len(failures)} failures; {equal} rows equal in "
-        f"every token, worst error of a log-probability {worst:.3f}"
+        f"every token, worst error of a log-probability {worst:.3f}{late}"
     )
     return Section(title, summary, failures=failures)
 
@@ -65,7 +71,7 @@ def steps_speed(check: Check, until: float) -> Section:
             try:
                 (answer,) = process.ask({"shape": shape, "limits": asdict(check.machine.limits), **_STEPS}, left)
             except LostError as error:
-                answer = {"failed": str(error)}
+                answer = {"failed": str(error)} if _is_failure(error, left) else {"skipped": "no time"}
             if "failed" in answer:
                 failures.append(f"{arch.name}: {answer['failed']}")
             elif "skipped" in answer:
@@ -73,6 +79,11 @@ def steps_speed(check: Check, until: float) -> Section:
             else:
                 found[arch.name] = [GpuTimes(**times) for times in answer["times"]]
     return steps_section(found, skipped, failures)
+
+
+def _is_failure(error: LostError, seconds: float) -> bool:
+    """Whether a process that had so many seconds broke or hangs; else there was no time for it."""
+    return not isinstance(error, LateError) or seconds >= _HANGS
 
 
 def steps_section(

@@ -6,7 +6,6 @@ when the shipped tables have settings that no case of tools/gpu_kernels reaches.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -16,12 +15,13 @@ from config.output_files import check_output
 from config.sources import ConfigError
 from kernels.gpu.launch import TARGETS
 from kernels.gpu.tables import entries
-from tools.arguments import count, tool_parser
+from tools.arguments import count, end_with, tool_parser
 from tools.bench_kernels.command import say, write_json
 from tools.bench_kernels.limits import usable_cores
 from tools.compile_kernels.compiled import Report, Row, compile_cases, report, settings
-from tools.gpu_kernels.registry import families, first_of_each_kernel, load_cases
-from tools.simulate.table import render
+from tools.gpu_kernels.command import check_cache, chosen_cases
+from tools.gpu_kernels.registry import families, first_of_each_kernel
+from tools.reports.table import render
 
 _EPILOG = """\
 regs     registers of a thread; of gfx942 those of the vector unit
@@ -56,14 +56,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     modules = families()
-    cases = load_cases(modules, arguments.only)
-    if not cases:
-        parser.error(f"--only {arguments.only}: no case has such a label")
-    if arguments.json:
-        try:
+    cases = chosen_cases(parser, modules, arguments.only)
+    try:
+        if arguments.json:
             check_output("--json", arguments.json)
-        except ConfigError as error:
-            parser.error(str(error))
+        check_cache()
+    except ConfigError as error:
+        parser.error(str(error))
     if arguments.quick:
         cases = first_of_each_kernel(cases)
     architectures = list(dict.fromkeys(arguments.architecture))
@@ -115,4 +114,4 @@ def _columns(row: Row) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -12,14 +12,13 @@ from tools.gpu_kernels.rows import (
     MODELS,
     QUANTIZED,
     TOKENS,
-    block_candidates,
+    WIDEST,
     by_rows,
     codes_and_scales,
     normal,
     tolerance,
+    whole_row_candidates,
 )
-
-_WIDEST = 16384
 
 
 def cases() -> list[Case]:
@@ -29,7 +28,7 @@ def cases() -> list[Case]:
         for add in (False, True):
             found += [_case(LLAMA_8B.name, LLAMA_8B.hidden, tokens, add, dtype) for tokens in (64, 4096)]
     found.append(_case(LLAMA_8B.name, LLAMA_8B.hidden, 4096, add=True, x_dtype=torch.float32))
-    found.append(_case("Llama-3.1-405B", _WIDEST, 4096, add=True))
+    found.append(_case("Llama-3.1-405B", WIDEST, 4096, add=True))
     return found
 
 
@@ -92,5 +91,5 @@ def _case(
         num_bytes=moved,
         rival="" if quantized or x_dtype == torch.float32 else "torch",
         tolerance=tolerance(dtype),
-        candidates=block_candidates(hidden, (1024, 2048, 4096, 8192, 16384), (4, 64)),
+        candidates=whole_row_candidates(hidden),
     )

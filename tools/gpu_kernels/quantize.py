@@ -9,20 +9,19 @@ from tools.gpu_kernels.rows import (
     MODELS,
     QUANTIZED,
     TOKENS,
-    block_candidates,
+    WIDEST,
     by_rows,
     codes_and_scales,
     normal,
     tolerance,
+    whole_row_candidates,
 )
-
-_WIDEST = 16384
 
 
 def cases() -> list[Case]:
     found = [_case(LLAMA_8B.name, LLAMA_8B.hidden, tokens, dtype) for dtype in QUANTIZED for tokens in TOKENS]
     found += [_case(model.name, model.hidden, 4096, torch.int8) for model in MODELS[1:]]
-    return [*found, _case("Llama-3.1-405B", _WIDEST, 4096, torch.int8)]
+    return [*found, _case("Llama-3.1-405B", WIDEST, 4096, torch.int8)]
 
 
 def _case(name: str, width: int, tokens: int, dtype: torch.dtype) -> Case:
@@ -43,5 +42,5 @@ def _case(name: str, width: int, tokens: int, dtype: torch.dtype) -> Case:
         prepare=prepare,
         num_bytes=tokens * (width * 3 + 4),
         tolerance=tolerance(dtype),
-        candidates=block_candidates(width, (1024, 2048, 4096, 8192, 16384), (4, 64)),
+        candidates=whole_row_candidates(width),
     )

@@ -10,6 +10,7 @@ import torch
 TOKENS = (1, 64, 4096, 8192)
 QUANTIZED = (torch.float8_e4m3fn, torch.int8)
 EPS = 1e-5
+WIDEST = 16384  # hidden states of Llama-3.1-405B
 _PIECE = 1024  # rows
 
 
@@ -73,3 +74,8 @@ def block_candidates(width: int, blocks: Iterable[int], per_thread: tuple[int, i
         for block, warps in product(sorted({min(block, whole) for block in blocks}), (1, 2, 4, 8, 16, 32))
         if per_thread[0] <= block / (32 * warps) <= per_thread[1]
     )
+
+
+def whole_row_candidates(width: int) -> tuple[Mapping[str, Any], ...]:
+    """Of kernels that treat a row in one program."""
+    return block_candidates(width, (1024, 2048, 4096, 8192, 16384), (4, 64))

@@ -31,6 +31,10 @@ class LostError(Exception):
     """The process died or took too long; the text says which, and what it said last."""
 
 
+class LateError(LostError):
+    """It took too long."""
+
+
 class Worker:
     """Runs `python -m MODULE`, which calls `serve`, from the first request on; a context manager that ends it."""
 
@@ -105,7 +109,7 @@ class _Running:
         try:
             line = self._lines.get(timeout=max(seconds, 0))
         except Empty:
-            raise LostError(f"took more than {seconds:g} s") from None
+            raise LateError(f"took more than {seconds:g} s") from None
         if not line:
             raise LostError(self._last_words())
         return line

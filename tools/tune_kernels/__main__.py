@@ -6,13 +6,9 @@ into kernels/gpu/tables. Which of a library and a kernel of ours is the faster o
 """
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -20,18 +16,20 @@ import torch
 from config.output_files import check_output
 from config.sources import ConfigError
 from kernels.gpu.tables import FOLDER, Entry, entries, entry_index
-from tools.arguments import count, positive, tool_parser
+from tools.arguments import count, end_with, positive, tool_parser
 from tools.bench_kernels.command import say
 from tools.bench_kernels.limits import usable_cores
 from tools.compile_kernels.compiled import compile_cases
+from tools.gpu_kernels.command import check_cache
 from tools.gpu_kernels.device import NO_GPU, machine_of, worker
 from tools.gpu_kernels.machine import stamp
 from tools.gpu_kernels.registry import families, load_cases
 from tools.gpu_kernels.workers import LostError
-from tools.simulate.table import render
+from tools.reports.table import render
 from tools.tune_kernels.choosing import Point, key, retuned
 from tools.tune_kernels.files import rewrite
 from tools.tune_kernels.measuring import Tried, Tuner, shipped_settings, unfit_candidates
+from tools.tune_kernels.times import Times, read_times, write_times
 
 _EPILOG = """\
   python -m tools.tune_kernels --only 'prefill_attention/*' --times times.json
@@ -57,38 +55,34 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """What was measured: by which GPU and versions, for which of the tables, and each case."""
-
-    measured: str
-    architecture: str
-    cases: Sequence[Tried]
-
-
 def main(argv: list[str] | None = None) -> int:
     """The exit status, as the epilog says."""
     started = time.monotonic()
     parser = _parser()
     arguments = parser.parse_args(argv)
-    if arguments.times:
-        try:
+    if arguments.times and arguments.source:
+        parser.error("--times: not with --from, with which nothing is measured")
+    try:
+        if arguments.times:
             check_output("--times", arguments.times)
-        except ConfigError as error:
-            parser.error(str(error))
+        for file in FOLDER.glob("*/*.json") if arguments.write else ():
+            check_output("--write", file)
+    except ConfigError as error:
+        parser.error(str(error))
     if arguments.source is None and not torch.cuda.is_available():
         say(f"tune_kernels: {NO_GPU}")
         return 2
     try:
         if arguments.source is None:
+            check_cache()
             times = _measured(arguments, started + arguments.seconds_limit)
         else:
-            times = _read(arguments.source, arguments.only)
-    except (LostError, OSError, ValueError, KeyError, TypeError) as error:
-        say(f"tune_kernels: {type(error).__name__}: {error}")
+            times = read_times(arguments.source, arguments.only)
+    except (ConfigError, LostError, OSError, ValueError) as error:
+        say(f"tune_kernels: {error}")
         return 2
     if arguments.times:
-        arguments.times.write_text(json.dumps(asdict(times), indent=1) + "\n")
+        write_times(arguments.times, times)
     tuned = _tuned(times)
     print(_text(times, tuned))
     if arguments.write:
@@ -98,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measured(arguments: argparse.Namespace, until: float) -> Times:
-    """ValueError where no case has candidates."""
+    """ValueError where no case has candidates, or there was no time for any."""
     modules = families()
     cases = [case for case in load_cases(modules, arguments.only) if case.candidates]
     if not cases:
@@ -118,14 +112,10 @@ def _measured(arguments: argparse.Namespace, until: float) -> Times:
                 break
             found.append(tried)
             say(f"{len(found)}/{len(cases)} {case.label}: {len(tried.seconds)} settings, {len(tried.problems)} wrong")
+    if not found:
+        raise ValueError(f"--seconds-limit {arguments.seconds_limit:g}: no time for any of {len(cases)} cases")
     now = datetime.now(UTC)
     return Times(stamp(machine.described, f"{now:%Y-%m-%d}"), architecture, found)
-
-
-def _read(file: Path, only: str) -> Times:
-    content = json.loads(file.read_text())
-    cases = [Tried(**each) for each in content.pop("cases")]
-    return Times(**content, cases=[each for each in cases if fnmatchcase(each.label, only)])
 
 
 def _tuned(times: Times) -> dict[str, list[Entry]]:
@@ -163,4 +153,4 @@ def _microseconds(seconds: float | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -15,11 +15,3 @@ def poisoned(*shape: int, dtype: torch.dtype, device: torch.device = DEVICE) -> 
     if dtype.is_floating_point:
         return torch.full(shape, torch.nan, device=device).to(dtype)
     return torch.full(shape, torch.iinfo(dtype).max, dtype=dtype, device=device)
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error over the largest expected value (1 where all are smaller); infinite with a NaN."""
-    if not expected.numel():
-        return 0.0
-    error = (actual.double() - expected.double()).abs()
-    return float(error.max() / expected.abs().max().clamp(min=1e-30)) if not error.isnan().any() else float("inf")

@@ -10,8 +10,9 @@ from kernels import reference
 from kernels.gpu.activation import bias_activation, gated_activation, gated_activation_quantized
 from kernels.gpu.quantize import quantize_rows
 from kernels.gpu.tables import trying
-from tests.kernels.gpu.device import DEVICE, poisoned, relative_error
+from tests.kernels.gpu.device import DEVICE, poisoned
 from tests.kernels.gpu.rows import INSIDE, QUANTIZED, ROUNDING, apart, bits, normal
+from tools.gpu_kernels.checking import relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, of exp
 

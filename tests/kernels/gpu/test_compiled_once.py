@@ -1,14 +1,11 @@
 """A user's first request doesn't pay for compiling: whatever comes later has been compiled when a rank starts."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.kernels.gpu.compiling_process import run_compiling
 from tests.unit.gpu_workers.tiny import save_tiny
 from tests.unit.gpu_workers.tiny_packed import pack_model
 
@@ -21,12 +18,7 @@ def test_steps_compile_nothing_that_the_start_has_not(tmp_path: Path, kv_dtype: 
     save_tiny(tmp_path, hidden_size=128, intermediate_size=256, num_attention_heads=4, num_hidden_layers=1)
     if mode == "fast":
         pack_model(tmp_path, {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False})
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.gpu.compiled_once", str(tmp_path), kv_dtype, mode]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=500, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    said = run_compiling("tests.kernels.gpu.compiled_once", str(tmp_path), kv_dtype, mode, seconds=500)
+    found = json.loads(said.splitlines()[-1])
     assert len(found["at_start"]) > 10
     assert found["later"] == []

@@ -96,7 +96,7 @@ def test_random_batches(data: st.DataObject) -> None:
         num_heads=groups * data.draw(st.sampled_from([1, 3, 4, 9])),
         num_groups=groups,
         head_dim=data.draw(st.sampled_from([16, 32, 48, 64])),
-        block_size=data.draw(st.sampled_from([1, 8, 16, 64])),
+        block_size=data.draw(st.sampled_from([1, 8, 16, 24, 64, 100])),
         dtype=dtype,
         kv_dtype=kv_dtype,
         window=data.draw(st.sampled_from([0, 0, 1, 20, 70])),
@@ -104,6 +104,17 @@ def test_random_batches(data: st.DataObject) -> None:
     )
     with trying(SETTINGS | {"TILE": data.draw(st.sampled_from([16, 32])), "RESIDENT": data.draw(st.integers(1, 9))}):
         assert worst_error(batch, decode(batch, lens, queries)) < 1
+
+
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("block_size", [3, 12, 24, 48, 100])
+def test_blocks_that_tiles_do_not_divide_into(block_size: int, window: int) -> None:
+    """Shorter and longer than a tile, which then reaches from the middle of one block into the middle of another."""
+    lens = [290, 129]
+    shape = {"num_heads": 4, "num_groups": 2, "head_dim": 32, "dtype": torch.bfloat16, "kv_dtype": torch.int8}
+    batch = batch_of(8, lens, 2, block_size=block_size, window=window, **shape)
+    with trying(SETTINGS | {"TILE": 32}):
+        assert worst_error(batch, decode(batch, lens, 2)) < 1
 
 
 @pytest.mark.parametrize("head_dim", [80, 96, 128, 256])

@@ -1,9 +1,12 @@
-"""A kernel under the interpreter converts as on a device: every turning point of bfloat16."""
+"""A kernel under the interpreter converts as on a device, every turning point of bfloat16, and divides as quietly."""
+
+import warnings
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.interpreter import divide_as_devices
 from kernels.gpu.launch import launch
 from tests.kernels.gpu.device import DEVICE, poisoned
 
@@ -30,3 +33,21 @@ def test_bfloat16_is_rounded_to_the_nearest() -> None:
     for found in (stored.float(), converted):
         assert torch.equal(found.isnan(), expected.isnan())
         assert torch.equal(found.nan_to_num(0), expected.nan_to_num(0))
+
+
+@triton.jit
+def _divide(values, divisors, quotients, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(quotients + at, tl.load(values + at) / tl.load(divisors + at))
+
+
+def test_a_division_by_zero_warns_nobody() -> None:
+    values, divisors = torch.tensor([[1, -1, 0, 3e38], [0, 0, 0, 1e-30]], device=DEVICE)
+    quotients = poisoned(4, dtype=torch.float32)
+    with warnings.catch_warnings(record=True) as warned:  # the filters of pytest are not those of a server
+        warnings.simplefilter("always")
+        divide_as_devices()
+        launch(_divide, (1,), values, divisors, quotients, SIZE=4)
+    assert [str(each.message) for each in warned if each.category is RuntimeWarning] == []
+    expected = [torch.inf, -torch.inf, torch.nan, torch.inf]
+    assert torch.equal(quotients.cpu().nan_to_num(nan=7), torch.tensor(expected).nan_to_num(nan=7))

@@ -10,8 +10,9 @@ from kernels import reference
 from kernels.gpu.norm import add_rms_norm, add_rms_norm_quantized, rms_norm, rms_norm_quantized
 from kernels.gpu.quantize import quantize_rows
 from kernels.gpu.tables import trying
-from tests.kernels.gpu.device import poisoned, relative_error
+from tests.kernels.gpu.device import poisoned
 from tests.kernels.gpu.rows import INSIDE, QUANTIZED, ROUNDING, apart, bits, normal
+from tools.gpu_kernels.checking import relative_error
 
 IN_PIECES = {"BLOCK": 64, "num_warps": 1}
 DTYPES = st.sampled_from(list(ROUNDING))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from config.gpu_memory import PREFILL_PARTIAL_BYTES, gpu_buffers, gpu_weight_bytes
+from config.gpu_memory import PREFILL_PARTIAL_BYTES, gpu_buffers, gpu_weight_bytes, sampling_bytes
 from config.memory_plan import kv_bytes_per_token
 from config.schema import ModelArch, ModelConfig, WeightFormats
 from gpu_workers.backends.triton_kv import GpuKV
@@ -66,6 +66,13 @@ def test_partial_results_of_decode_attention(arch: ModelArch, seqs: int, length:
     )
     planned = gpu_buffers(arch, "bfloat16", kv_dtype, 512, seqs, length, 16).attention
     assert planned == (max(needed, PREFILL_PARTIAL_BYTES) if needed else 0)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 128, 129, 49152, 128256])
+def test_what_sampling_needs_beside_logits(vocab_size: int) -> None:
+    kernels = pytest.importorskip("kernels.gpu.block_statistics")
+    space = kernels.Workspace.allocate(1, vocab_size, torch.device("meta"))
+    assert sampling_bytes(vocab_size) == sum(tensor.nbytes for tensor in space)
 
 
 @given(

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from kernels import reference
 from kernels.gpu.rope import rope_and_write
 from kernels.gpu.tables import trying
-from tests.kernels.gpu.device import DEVICE, poisoned, relative_error
+from tests.kernels.gpu.device import DEVICE, poisoned
 from tests.kernels.gpu.rows import INSIDE, QUANTIZED, ROUNDING, apart, assert_quantized, bits, normal
+from tools.gpu_kernels.checking import relative_error
 
 NUM_BLOCKS = 5
 POSITIONS = 50

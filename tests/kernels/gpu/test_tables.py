@@ -62,3 +62,22 @@ def test_shipped_tables_have_the_same_kernels_for_all_architectures(name: str) -
     for kernel, found in shipped.items():
         assert "when" not in found[-1], kernel
         assert all(entry["when"] for entry in found[:-1]), kernel
+
+
+# What `choose` is given that follows from a model's sizes, and from no batch.
+OF_THE_MODEL = {"head_dim", "kv_bytes", "n", "k", "group", "bits", "hidden", "width", "heads", "kv_heads", "vocab"}
+# Kernels of a deterministic step, but for those that copy ids and those of the sampler, whose sums are of integers.
+SUMMING = ("prefill_attention_deterministic", "weight_only_deterministic", "rms_norm", "gated_activation", "embed")
+
+
+@pytest.mark.parametrize("name", SHARED_MEMORY)
+def test_what_decides_on_an_order_of_sums_is_not_chosen_by_the_batch(name: str) -> None:
+    shipped = entries(name)
+    for kernel in SUMMING:
+        assert all(set(entry.get("when", {})) <= OF_THE_MODEL for entry in shipped[kernel]), kernel
+    for kind in ("float16", "float32", "float8", "blocks"):
+        for n in (512, 6144, 150_000):
+            shapes = [{"kind": kind, "m": m, "n": n, "k": 4096} for m in (1, 16, 150, 500, 5000)]
+            found = [shipped["matmul"][entry_index(shipped["matmul"], shape)]["use"] for shape in shapes]
+            # With SPLIT or without, sums of segments are added up in one order (`kernels.gpu.matmul`).
+            assert all(use | {"SPLIT": True} == found[0] | {"SPLIT": True} for use in found), (kind, n)
