@@ -12,9 +12,11 @@ from config.sources import ConfigError
 
 Kernels = Literal["native", "torch", "triton"]
 
+HEAD_STEP, LARGEST_HEAD = 16, 256  # of the dimension of heads, as in `kernels.gpu.attention_tile`
 _GPU_THREADS = 8  # at most, by default; the other processes need cores, too
 _MAX_GRAPH_SEQS = 256
-_HEAD_STEP, _LARGEST_HEAD = 16, 256  # of the dimension of heads that attention kernels take
+# Behind the name of a GPU that nobody asked for. It goes when the backend has run on one.
+_NOT_RUN = "; its kernels have been tested without a GPU only: --device cpu takes the CPU instead"
 _OLDEST = 80  # sm_80, Ampere: the first with bfloat16 and asynchronous copies
 
 
@@ -31,8 +33,11 @@ def device(config: Config, arch: ModelArch, machine: Machine, reasons: list[str]
             )
         if config.worker.device == "auto":
             software = f" ({machine.gpu_software})" if machine.gpu_software else ""
-            reasons.append(f"device cuda: {machine.gpus[0].name}{software}")
+            proven = "" if machine.plans_elsewhere else _NOT_RUN
+            reasons.append(f"device cuda: {machine.gpus[0].name}{software}{proven}")
         return "cuda"
+    if machine.plans_elsewhere:
+        raise ConfigError(f"--plan-gpu: {problem}")
     if config.worker.device == "cuda":
         raise ConfigError(
             f"--device cuda: {problem}; --device cpu runs the model on the CPU, and --plan --plan-gpu plans for a GPU "
@@ -58,10 +63,10 @@ def _gpu_problem(machine: Machine) -> str:
 
 def _heads_problem(arch: ModelArch) -> str:
     """Why GPU kernels can't compute this model's attention, or ""."""
-    if arch.head_dim % _HEAD_STEP or arch.head_dim > _LARGEST_HEAD:
+    if arch.head_dim % HEAD_STEP or arch.head_dim > LARGEST_HEAD:
         return (
-            f"this model's heads have {arch.head_dim} dimensions, and GPU kernels take multiples of {_HEAD_STEP} up to "
-            f"{_LARGEST_HEAD}"
+            f"this model's heads have {arch.head_dim} dimensions, and GPU kernels take multiples of {HEAD_STEP} up to "
+            f"{LARGEST_HEAD}"
         )
     return ""
 
@@ -94,6 +99,14 @@ def kernels(config: Config, arch: ModelArch, device: str, machine: Machine, reas
         return "native"
     reasons.append(f"kernels torch, many times slower: compiled ones can't be had: {machine.kernels_problem}")
     return "torch"
+
+
+def check_quantization(config: Config, kernels: Kernels) -> None:
+    if kernels == "torch" and config.model.quantization in ("int8", "int4"):
+        raise ConfigError(
+            f"--quantization {config.model.quantization}: plain torch operations multiply no integers; it needs the "
+            "compiled kernels (--kernels native) or a GPU"
+        )
 
 
 def dtype(config: Config, device: str, kernels: Kernels, machine: Machine, reasons: list[str]) -> str:

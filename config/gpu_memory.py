@@ -12,6 +12,8 @@ from msgspec import Struct
 from config.graphs import graph_buckets, graph_contexts
 from config.memory_plan import DTYPE_BYTES, parameters
 from config.schema import ModelArch, ModelConfig, WeightFormat, WeightFormats
+from config.shards import largest
+from config.weight_formats import as_loaded
 
 # A CUDA context, the parts of cuBLAS and torch that a model makes the driver load, cuBLAS's workspaces, Triton's
 # kernels, and what torch's allocator keeps in hand. An estimate: it differs with devices and versions.
@@ -39,7 +41,9 @@ _SPLITS_OF_HEADS, _LEAST_SPLITS, _MOST_SPLITS = 512, 16, 128
 
 _SCORED_ROWS = 48  # whose logits are computed at once for log-probabilities of prompts
 _INDEX_BYTES = 64  # of a token in the arrays that say what a step computes: its id, position, slot, row
-_SAMPLING_BYTES = 16 << 10  # of a row, in what the sampling kernels tell each other
+# What the sampling kernels tell each other (`kernels.gpu.block_statistics`): of a row, and of each block of its logits.
+_SAMPLING_BYTES = (32 << 10) + 8
+_LOGITS_BLOCK, _LOGITS_BLOCK_BYTES = 128, 16
 
 
 class GpuBuffers(Struct, frozen=True, kw_only=True):
@@ -69,25 +73,27 @@ def gpu_weight_bytes(arch: ModelArch, model: ModelConfig, tp: int = 1) -> tuple[
     """
     parts = parameters(arch, tp)
     matrices = list(_layer_matrices(arch, tp))
-    counts = arch.formats.layers or {"bfloat16": 1}
+    formats = as_loaded(arch.formats, model.quantization)
+    counts = formats.layers or {"bfloat16": 1}
     held: set[str] = {model.dtype}
     total = float(DTYPE_BYTES[model.dtype] * (parts.embedding + parts.column_biases + parts.row_biases + parts.norms))
     for weight_format, count in counts.items():
         kept = _kept_format(weight_format, model)
         held.add(kept)
-        size = sum(_matrix_bytes(rows, inputs, kept, arch.formats) for rows, inputs in matrices)
+        size = sum(_matrix_bytes(rows, inputs, kept, formats) for rows, inputs in matrices)
         total += arch.num_layers * size * count / sum(counts.values())
     if parts.head:
-        kept = _kept_format(arch.formats.head, model)
+        kept = _kept_format(formats.head, model)
         held.add(kept)
-        total += _matrix_bytes(parts.head // arch.hidden_size, arch.hidden_size, kept, arch.formats)
+        total += _matrix_bytes(parts.head // arch.hidden_size, arch.hidden_size, kept, formats)
     return round(total), f"matrices are held as {', '.join(sorted(held))}"
 
 
 def _layer_matrices(arch: ModelArch, tp: int) -> Iterator[tuple[int, int]]:
     """(outputs, inputs) of one layer's matrices, as they are merged: q, k and v are one, and gate and up."""
-    queries, keys = arch.num_heads // tp * arch.head_dim, arch.num_kv_heads // tp * arch.head_dim
-    inner = arch.intermediate_size // tp
+    part = largest(arch, tp)
+    queries, keys = part.heads.count * arch.head_dim, part.kv_heads.count * arch.head_dim
+    inner = part.mlp.count
     yield queries + 2 * keys, arch.hidden_size
     yield arch.hidden_size, queries
     yield 2 * inner, arch.hidden_size
@@ -95,7 +101,7 @@ def _layer_matrices(arch: ModelArch, tp: int) -> Iterator[tuple[int, int]]:
 
 
 def _kept_format(weight_format: WeightFormat, model: ModelConfig) -> str:
-    is_kept = weight_format in _BITS and model.quantization == "auto"
+    is_kept = weight_format in _BITS and model.quantization != "none"
     return weight_format if is_kept else model.dtype
 
 
@@ -127,8 +133,9 @@ def token_width(arch: ModelArch, tp: int = 1) -> int:
 
     The residual, the normed input and a linear's result; q, k and v; attention's result; gate, up and their product.
     """
-    heads, kv_heads, inner = arch.num_heads // tp, arch.num_kv_heads // tp, arch.intermediate_size // tp
-    return 3 * arch.hidden_size + (2 * heads + 2 * kv_heads) * arch.head_dim + 3 * inner
+    part = largest(arch, tp)
+    heads = part.heads.count + part.kv_heads.count
+    return 3 * arch.hidden_size + 2 * heads * arch.head_dim + 3 * part.mlp.count
 
 
 def gpu_buffers(
@@ -148,19 +155,26 @@ def gpu_buffers(
     decodes = max_seqs * _attention_bytes(arch, kv_dtype, max_model_len, tp)
     return GpuBuffers(
         tokens=max_step_tokens * token_width(arch, tp) * DTYPE_BYTES[dtype],
-        logits=rows * (2 * arch.vocab_size * 4 + _SAMPLING_BYTES),  # as they are, and those whose values are told
+        # As they are, and those whose values are told.
+        logits=rows * (2 * arch.vocab_size * 4 + sampling_bytes(arch.vocab_size)),
         attention=max(decodes, PREFILL_PARTIAL_BYTES) if decodes else 0,
         tables=rotations + 2 * block_tables + max_step_tokens * _INDEX_BYTES,  # of all rows, and of a step's
     )
+
+
+def sampling_bytes(vocab_size: int) -> int:
+    """Of a row that is sampled, beside its logits."""
+    return _SAMPLING_BYTES + -(-vocab_size // _LOGITS_BLOCK) * _LOGITS_BLOCK_BYTES
 
 
 def _attention_bytes(arch: ModelArch, kv_dtype: str, max_model_len: int, tp: int) -> int:
     """Of a decoding sequence: from each split and head a float32 vector, its largest score and its sum."""
     width = 1 << (arch.head_dim - 1).bit_length()
     shortest = _SPLIT_BYTES // (width * DTYPE_BYTES.get(kv_dtype, 1))
-    most = min(max(_SPLITS_OF_HEADS // (arch.num_kv_heads // tp), _LEAST_SPLITS), _MOST_SPLITS)
+    part = largest(arch, tp)
+    most = min(max(_SPLITS_OF_HEADS // part.kv_heads.count, _LEAST_SPLITS), _MOST_SPLITS)
     splits = min(-(-max_model_len // shortest), most)
-    return arch.num_heads // tp * splits * (arch.head_dim + 2) * 4 if splits > 1 else 0
+    return part.heads.count * splits * (arch.head_dim + 2) * 4 if splits > 1 else 0
 
 
 def graph_bytes(

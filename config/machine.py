@@ -1,5 +1,6 @@
 """What is known of a machine: what the launcher found, or what a plan for another one is told."""
 
+import msgspec
 from msgspec import Struct
 
 # Names in /proc/cpuinfo of the instructions with which the CPU backend multiplies bfloat16.
@@ -13,6 +14,10 @@ class Gpu(Struct, frozen=True, kw_only=True):
     total_bytes: int
     free_bytes: int  # what the engine could get of them
     capability: str  # sm_90 and the like; of AMD's gfx942 and the like
+
+    def sized(self, num_bytes: int) -> "Gpu":
+        """One like it that has so much memory, all of it free."""
+        return msgspec.structs.replace(self, total_bytes=num_bytes, free_bytes=num_bytes)
 
 
 class Machine(Struct, frozen=True, kw_only=True):
@@ -33,3 +38,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     @property
     def has_bfloat16(self) -> bool:
         return bool(self.cpu_features & _BFLOAT16_FEATURES)
+
+    def on(self, gpu: Gpu) -> "Machine":
+        """The same one with `gpu` alone."""
+        return msgspec.structs.replace(self, gpus=(gpu,))

@@ -7,6 +7,8 @@ processes themselves take are estimates, and said to be. What is particular to G
 from msgspec import Struct
 
 from config.schema import Config, ModelArch, ModelConfig, WeightFormat
+from config.shards import can_split, largest
+from config.weight_formats import as_loaded
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -115,10 +117,14 @@ class Parameters(Struct, frozen=True):
 
 
 def parameters(arch: ModelArch, tp: int) -> Parameters:
-    """Matrices are split among `tp` ranks, the embedding and the head by vocabulary rows; norms are not split."""
-    hidden, inner = arch.hidden_size, arch.intermediate_size // tp
-    queries, keys = arch.num_heads // tp * arch.head_dim, arch.num_kv_heads // tp * arch.head_dim
-    table = -(-arch.vocab_size // tp) * hidden
+    """Matrices are split among `tp` ranks, the embedding and the head by vocabulary rows; norms are not split.
+
+    Where something does not divide, of the rank that has most of it.
+    """
+    part = largest(arch, tp)
+    hidden, inner = arch.hidden_size, part.mlp.count
+    queries, keys = part.heads.count * arch.head_dim, part.kv_heads.count * arch.head_dim
+    table = part.vocab_rows * hidden
     column = hidden * (queries + 2 * keys + 2 * inner)
     row = queries * hidden + inner * hidden
     column_biases = (queries + 2 * keys if arch.qkv_bias else 0) + (2 * inner if arch.mlp_bias else 0)
@@ -160,13 +166,14 @@ def _native_weight_bytes(arch: ModelArch, model: ModelConfig, tp: int) -> tuple[
     """
     parts = parameters(arch, tp)
     matrices = parts.column_parallel + parts.row_parallel
-    counts = arch.formats.layers or {"bfloat16": matrices}
+    formats = as_loaded(arch.formats, model.quantization)
+    counts = formats.layers or {"bfloat16": matrices}
     # All ranks have the same share of each matrix, so of each format.
     held: dict[WeightFormat, float] = {}
     for weight_format, elements in (
         *((name, count / sum(counts.values()) * matrices) for name, count in counts.items()),
-        (arch.formats.embedding, parts.embedding),
-        (arch.formats.head, parts.head),
+        (formats.embedding, parts.embedding),
+        (formats.head, parts.head),
     ):
         kept = _kept_format(weight_format, model)
         held[kept] = held.get(kept, 0) + elements
@@ -176,9 +183,9 @@ def _native_weight_bytes(arch: ModelArch, model: ModelConfig, tp: int) -> tuple[
 
 
 def _kept_format(weight_format: WeightFormat, model: ModelConfig) -> WeightFormat:
-    """The format in which the compiled kernels hold a matrix that has `weight_format` in the checkpoint."""
+    """The format in which the compiled kernels hold a matrix that is loaded as `weight_format`."""
     if weight_format in ("int4", "int8"):
-        return weight_format if model.quantization == "auto" else "bfloat16"
+        return "bfloat16" if model.quantization == "none" else weight_format
     return "bfloat16" if "bfloat16" in (weight_format, model.dtype) else "float32"
 
 
@@ -210,7 +217,7 @@ def kv_bytes_per_token(arch: ModelArch, dtype: str, tp: int = 1, native_block_si
     The compiled kernels fill up blocks and heads to eights, and a layer's part of a block to 64 bytes: with
     `native_block_size`, each position has its share of that, rounded up.
     """
-    heads = arch.num_kv_heads // tp
+    heads = largest(arch, tp).kv_heads.count
     if not native_block_size:
         key = arch.head_dim + 4 if dtype in ("int8", "fp8") else arch.head_dim * DTYPE_BYTES[dtype]
         return 2 * arch.num_layers * heads * key
@@ -231,18 +238,14 @@ def activation_bytes(arch: ModelArch, dtype: str, max_step_tokens: int, max_seqs
     float32, and the float32 logits of all sampling rows twice: as computed and as the sampler's copy.
     """
     size = DTYPE_BYTES[dtype]
-    heads = arch.num_heads // tp
-    attention = (heads + 2 * arch.num_kv_heads // tp) * arch.head_dim
-    mlp = 3 * arch.intermediate_size // tp
+    part = largest(arch, tp)
+    heads = part.heads.count
+    attention = (heads + 2 * part.kv_heads.count) * arch.head_dim
+    mlp = 3 * part.mlp.count
     layer = max_step_tokens * (3 * arch.hidden_size + max(attention, mlp)) * size
     scores = max_step_tokens * heads * _ATTENTION_TILE * 4
     logits = 2 * min(max_seqs, max_step_tokens) * arch.vocab_size * 4
     return layer + scores + logits
-
-
-def can_split(arch: ModelArch, tp: int) -> bool:
-    """Whether heads, KV heads and MLP divide among `tp` ranks."""
-    return not any(count % tp for count in (arch.num_heads, arch.num_kv_heads, arch.intermediate_size))
 
 
 def smallest_tp(config: Config, arch: ModelArch, device_bytes: int) -> int | None:

@@ -2,9 +2,25 @@
 
 import errno
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from config.sources import ConfigError
+
+
+def check_apart(files: Mapping[str, str | Path | None]) -> None:
+    """ConfigError when two of them are the same file, of which one would be lost. `files`: by flag; None: not given."""
+    seen: dict[str, str] = {}
+    for flag, file in files.items():
+        if file is None:
+            continue
+        # Devices may be written to any number of times.
+        path = os.path.realpath(file)
+        if os.path.exists(path) and not os.path.isfile(path):
+            continue
+        if path in seen:
+            raise ConfigError(f"{flag} {file}: the same file as that of {seen[path]}")
+        seen[path] = flag
 
 
 def check_output(flag: str, file: str | Path) -> None:

@@ -24,6 +24,7 @@ _MIB = 1 << 20
 _LARGEST_GPU = 1024  # GiB
 _LENGTHS, _LEAST_LENGTH = 256, 512  # tokens: in such steps, and not less, since nobody has a use for it
 _STEPS, _LEAST_STEP = 64, 256  # likewise
+_LARGEST_SHARE = 95  # percent of a GPU's memory: some of what it takes is estimated, and other programs want a little
 
 
 class Way(Struct, frozen=True, kw_only=True):
@@ -56,16 +57,13 @@ class Way(Struct, frozen=True, kw_only=True):
         return self.but(text, config=msgspec.structs.replace(self.config, **{section: owner}))
 
 
-_SMALLER = "use a smaller model, or a larger --gpu-memory-share"
-
-
 def shortage(config: Config, arch: ModelArch, machine: Machine, resolved: Resolved) -> str:
     """Why `resolved`, made of the others by `resolve`, does not fit, and what helps."""
     if resolved.plan.gpu is None:
         return _cpu_shortage(resolved.plan, resolved.config)
     helps = "; ".join(way.text for way in ways_out(config, arch, machine))
     if not helps:
-        return f"{_gpu_shortage(resolved, arch)} No setting helps, nor any GPU that is known here: {_SMALLER}."
+        return f"{_gpu_shortage(resolved, arch)} No setting helps, nor any GPU: use a smaller model."
     return f"{_gpu_shortage(resolved, arch)} Do one of these: {helps}."
 
 
@@ -115,7 +113,7 @@ def ways_out(config: Config, arch: ModelArch, machine: Machine) -> list[Way]:
 
 
 class _Knob(Struct, frozen=True, kw_only=True):
-    """A setting that can be turned down, to `least` and to `most`, which is still less than it is."""
+    """A setting that can be turned, to what is meant by `least`, where most is saved, up to `most`."""
 
     turn: Callable[[Way, int], Way]
     least: int = 1
@@ -126,10 +124,12 @@ def _knobs(start: Way, resolved: Resolved) -> list[_Knob]:
     """What `resolved`, made of `start`, leaves to turn down; those first that are missed least."""
     asked, plan = start.config, resolved.plan
     model, scheduler, worker = resolved.config.model, resolved.config.scheduler, resolved.config.worker
-    knobs = []
-    if model.kv_dtype in ("bfloat16", "float16"):
-        saved = plan.kv_tokens * (plan.kv_bytes_per_token - kv_bytes_per_token(start.arch, "fp8", plan.tp))
-        knobs.append(_Knob(turn=partial(_smaller_keys, saved)))
+    whole = round(worker.gpu_memory_share * 100)
+    knobs = [_Knob(turn=_larger_share, least=100 - _LARGEST_SHARE, most=100 - whole - 1)]
+    # A KV cache whose size was asked for is no smaller with smaller keys.
+    if model.kv_dtype in ("bfloat16", "float16") and asked.worker.kv_memory is None:
+        sizes = format_size(kv_bytes_per_token(start.arch, "fp8", plan.tp)), format_size(plan.kv_bytes_per_token)
+        knobs.append(_Knob(turn=partial(_smaller_keys, sizes)))
     if worker.max_graph_seqs:
         knobs.append(_Knob(turn=_without_graphs))
     knobs.append(_Knob(turn=_fewer_sequences, most=(scheduler.max_seqs or 1) - 1))
@@ -144,8 +144,15 @@ def _knobs(start: Way, resolved: Resolved) -> list[_Knob]:
     return [knob for knob in knobs if knob.least <= knob.most]
 
 
-def _smaller_keys(saved: int, way: Way, _: int) -> Way:
-    return way.setting(f"--kv-dtype fp8, which saves {format_size(saved)} of KV cache", "model", kv_dtype="fp8")
+def _larger_share(way: Way, rest: int) -> Way:
+    """All but `rest` percent."""
+    share = (100 - rest) / 100
+    return way.setting(f"--gpu-memory-share {share:g}", "worker", gpu_memory_share=share)
+
+
+def _smaller_keys(sizes: tuple[str, str], way: Way, _: int) -> Way:
+    text = f"--kv-dtype fp8, in which a token's KV takes {sizes[0]} instead of {sizes[1]}"
+    return way.setting(text, "model", kv_dtype="fp8")
 
 
 def _without_graphs(way: Way, _: int) -> Way:
@@ -224,18 +231,21 @@ def _lighter_weights(start: Way, resolved: Resolved) -> list[Way]:
     """The same model in fewer bits, whether that is enough or not."""
     formats = start.arch.formats
     integers = {"int4", "int8"}.intersection(formats.layers)
-    if integers and start.config.model.quantization == "none":
-        return [start.setting("--quantization auto", "model", quantization="auto")]
+    as_they_are = start
+    if start.config.model.quantization == "none":  # then weights of fewer bits are as large as others
+        as_they_are = start.setting("--quantization auto", "model", quantization="auto")
+        if integers:
+            return [as_they_are]
     if set(formats.layers) == {"int4"}:
         return []
     layers = WeightFormats(layers={"int4": 1}, embedding=formats.embedding, head=formats.head)
-    lighter = start.but("", arch=msgspec.structs.replace(start.arch, formats=layers))
-    then = lighter.resolved()
-    if then is None:
+    arch = msgspec.structs.replace(start.arch, formats=layers)
+    then = msgspec.structs.replace(as_they_are, arch=arch).resolved()
+    if then is None or then.plan.weights >= resolved.plan.weights:
         return []
     saved = format_size(resolved.plan.weights - then.plan.weights)
-    text = f"the same model with 4-bit weights (GPTQ, AWQ, or a GGUF file of Q4_0 or Q4_1), which saves {saved}"
-    return [start.but(text, arch=lighter.arch)]
+    text = f"the same model with 4-bit weights (GPTQ, AWQ, or a GGUF file of Q4_0, Q4_1 or Q4_K), which saves {saved}"
+    return [as_they_are.but(text, arch=arch)]
 
 
 def _other_devices(start: Way, plan: MemoryPlan) -> list[Way]:
@@ -243,24 +253,20 @@ def _other_devices(start: Way, plan: MemoryPlan) -> list[Way]:
     gpu, ways = start.machine.gpus[0], []
     if gpu.free_bytes < gpu.total_bytes:
         text = f"ending the other programs on this GPU, which hold {format_size(gpu.total_bytes - gpu.free_bytes)}"
-        ways.append(_on(start, text, msgspec.structs.replace(gpu, free_bytes=gpu.total_bytes)))
+        ways.append(_on(start, text, gpu.sized(gpu.total_bytes)))
     if not start.machine.plans_elsewhere:
         ways.append(start.setting("--device cpu", "worker", device="cpu"))
-    size = _largest(lambda size: _on(start, "", _gpu(gpu, _LARGEST_GPU - size)), 0, _LARGEST_GPU - 1)
+    size = _largest(lambda size: _on(start, "", gpu.sized((_LARGEST_GPU - size) * _GIB)), 0, _LARGEST_GPU - 1)
     if size is not None:
         needed = _LARGEST_GPU - size
         named = [card.name for card in cards() if _on(start, "", card).fits]
         such = f", such as {named[0]}" if named else ""
-        ways.append(_on(start, f"a GPU with {needed} GiB of memory{such}", _gpu(gpu, needed)))
+        ways.append(_on(start, f"a GPU with {needed} GiB of memory{such}", gpu.sized(needed * _GIB)))
     return [way for way in ways if way.fits]
 
 
-def _gpu(like: Gpu, gib: int) -> Gpu:
-    return msgspec.structs.replace(like, total_bytes=gib * _GIB, free_bytes=gib * _GIB)
-
-
 def _on(start: Way, text: str, gpu: Gpu) -> Way:
-    return start.but(text, machine=msgspec.structs.replace(start.machine, gpus=(gpu,)))
+    return start.but(text, machine=start.machine.on(gpu))
 
 
 def _larger_machine(start: Way, plan: MemoryPlan) -> Way:

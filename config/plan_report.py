@@ -2,9 +2,13 @@
 
 from config.bytesize import format_size
 from config.graphs import graph_buckets, graph_contexts
+from config.machine import Machine
 from config.memory_plan import MemoryPlan, parameter_count, smallest_tp
+from config.resolve import Resolved, resolve
 from config.schema import Config, ModelArch
+from config.sources import ConfigError
 
+_GPU_ROW = "  {:>9}  {:>12}  {:>16}  {:>7}"
 _DEVICE_SIZES = (8 << 30, 16 << 30, 24 << 30, 40 << 30, 80 << 30, 141 << 30)
 
 
@@ -27,8 +31,10 @@ def short_report(plan: MemoryPlan) -> str:
     )
 
 
-def full_report(plan: MemoryPlan, config: Config, arch: ModelArch) -> str:
-    """The page that `--plan` prints."""
+def full_report(asked: Config, arch: ModelArch, machine: Machine, resolved: Resolved) -> str:
+    """The page that `--plan` prints of `resolved`, made of the others by `resolve`."""
+    plan, config = resolved.plan, resolved.config
+    others = _other_gpus(asked, arch, machine) if plan.gpu else _other_degrees(plan, config, arch)
     lines = [
         f"model        {arch.family}, {parameter_count(arch) / 1e6:,.1f} M parameters, {arch.num_layers} layers, "
         f"{arch.num_heads} heads ({arch.num_kv_heads} KV) of {arch.head_dim}",
@@ -43,7 +49,7 @@ def full_report(plan: MemoryPlan, config: Config, arch: ModelArch) -> str:
     for length in _context_lengths(config.model.max_model_len or arch.max_position):
         blocks = -(-length // plan.block_size)
         lines.append(f"  {length:>9,} tokens  {plan.num_blocks // blocks:>7,}")
-    return "\n".join([*lines, "", *(_other_gpus(plan, config) if plan.gpu else _other_degrees(plan, config, arch))])
+    return "\n".join([*lines, "", *others])
 
 
 def _memory(plan: MemoryPlan, config: Config, arch: ModelArch) -> list[str]:
@@ -93,6 +99,11 @@ def _at_once(plan: MemoryPlan, config: Config) -> str:
     each, need = plan.num_blocks // seqs * plan.block_size, seqs * plan.bytes_of(longest)
     if need <= plan.kv:
         return f"all of --max-seqs {seqs} at once: {longest:,} tokens each"
+    if not each:
+        return (
+            f"all of --max-seqs {seqs} at once: never, since each needs a block and the KV cache has "
+            f"{plan.num_blocks}; lower --max-seqs, or give the KV cache more memory"
+        )
     return (
         f"all of --max-seqs {seqs} at once: up to {each:,} tokens each; of {longest:,} each they would take "
         f"{format_size(need)}, {format_size(need - plan.kv)} more than the KV cache has"
@@ -107,7 +118,10 @@ def _context_lengths(longest: int) -> list[int]:
 
 
 def _other_degrees(plan: MemoryPlan, config: Config, arch: ModelArch) -> list[str]:
-    lines = ["smallest tp that holds the model and one longest sequence, by memory of each device"]
+    lines = [
+        f"smallest tp that holds the model and one sequence of {config.model.max_model_len:,} tokens, "
+        "by memory of each device"
+    ]
     for size in _DEVICE_SIZES:
         tp = smallest_tp(config, arch, size)
         lines.append(f"  {format_size(size):>9}  {'does not fit' if tp is None else f'tp {tp}'}")
@@ -118,13 +132,22 @@ def _other_degrees(plan: MemoryPlan, config: Config, arch: ModelArch) -> list[st
     ]
 
 
-def _other_gpus(plan: MemoryPlan, config: Config) -> list[str]:
-    """What the same settings leave for KV on GPUs of other sizes."""
-    fixed = plan.gpu_total - plan.kv
-    longest = plan.bytes_of(config.model.max_model_len or 1)
-    lines = ["tokens that the KV cache would hold with these settings, by memory of the GPU"]
+def _other_gpus(asked: Config, arch: ModelArch, machine: Machine) -> list[str]:
+    """What would be chosen on GPUs of other sizes."""
+    header = _GPU_ROW.format("memory", "in KV cache", "longest sequence", "step")
+    lines = ["on GPUs of other sizes, with what would be chosen for each, in tokens", header]
     for size in _DEVICE_SIZES:
-        left = int(size * config.worker.gpu_memory_share) - fixed
-        tokens = left // plan.block_bytes * plan.block_size
-        lines.append(f"  {format_size(size):>9}  {f'{tokens:>11,}' if left >= longest else 'does not fit'}")
+        lines.append(_on_gpu(asked, arch, machine.on(machine.gpus[0].sized(size))))
     return lines
+
+
+def _on_gpu(asked: Config, arch: ModelArch, machine: Machine) -> str:
+    size = format_size(machine.gpus[0].total_bytes)
+    try:
+        resolved = resolve(asked, arch, machine)
+    except ConfigError as error:  # there, other settings are chosen than those that it goes with
+        return f"  {size:>9}  {error}"
+    if not resolved.plan.fits_gpu:
+        return f"  {size:>9}  does not fit"
+    lengths = resolved.config.model.max_model_len, resolved.config.scheduler.max_step_tokens
+    return _GPU_ROW.format(size, *(f"{length:,}" for length in (resolved.plan.kv_tokens, *lengths)))

@@ -14,6 +14,7 @@ from config.bytesize import format_size, parse_size
 from config.machine import Machine
 from config.memory_plan import GpuBudget, MemoryPlan
 from config.schema import Config, ModelArch, PoolingName
+from config.shards import can_split, most_ranks
 from config.sources import ConfigError
 
 # What the server passes to chat templates, with `tokenizer_proc.template_child`.
@@ -52,15 +53,15 @@ def resolve(config: Config, arch: ModelArch, machine: Machine) -> Resolved:
     _check(config)
     device = device_choices.device(config, arch, machine, reasons)
     kernels = device_choices.kernels(config, arch, device, machine, reasons)
+    device_choices.check_quantization(config, kernels)
     dtype = device_choices.dtype(config, device, kernels, machine, reasons)
     kv_dtype = device_choices.kv_dtype(config, dtype, kernels, machine, reasons)
     pooling = _pooling(config, arch, reasons)
     tp = config.worker.tp
-    if not memory_plan.can_split(arch, tp):
-        fitting = [str(n) for n in range(1, 65) if memory_plan.can_split(arch, n)]
+    if not can_split(arch, tp):
         raise ConfigError(
-            f"--tp {tp}: the model's {arch.num_heads} heads, {arch.num_kv_heads} KV heads and MLP width "
-            f"{arch.intermediate_size} do not divide among {tp} ranks; possible: {', '.join(fitting)}"
+            f"--tp {tp}: the model's {arch.num_heads} heads and MLP of {arch.intermediate_size} columns are too few "
+            f"for {tp} ranks; possible: 1 to {most_ranks(arch)}"
         )
     threads = device_choices.threads(config, device, machine, reasons)
     rank_cpus = device_choices.rank_cpus(config, threads, kernels, machine, reasons)

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from config.machine import Machine
+
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KvDType = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"]
@@ -19,6 +21,7 @@ EvictionName = Literal["lru", "lfu", "fifo"]
 ToolParserName = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 ReasoningParserName = Literal["auto", "none", "think"]
 PoolingName = Literal["auto", "last", "mean", "cls"]
+QuantizationName = Literal["auto", "none", "int8", "int4"]
 WeightFormat = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 
 PortNumber = Annotated[int, Meta(ge=0, le=65535)]
@@ -44,10 +47,11 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ),
     ] = "auto"
     quantization: Annotated[
-        Literal["auto", "none"],
+        QuantizationName,
         Meta(
             description="quantized weights are multiplied as integers, as they are in the file (auto), or dequantized "
-            "when they are loaded (none)"
+            "when they are loaded (none); with int8 or int4, float weights are rounded when they are loaded, "
+            "embedding and head to int8 at least"
         ),
     ] = "auto"
     max_model_len: (
@@ -127,6 +131,60 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Meta(description="names that requests may pass to the chat template, comma-separated"),
     ] = ("enable_thinking", "thinking", "reasoning_effort", "date_string", "tools_in_user_message")
     console: Annotated[bool, Meta(description="serve the web console at /")] = True
+    metrics_prefix: Annotated[
+        str,
+        Meta(
+            description="what the names of metrics begin with; with vllm, dashboards made for vLLM read them",
+            pattern=r"^[a-zA-Z_][a-zA-Z0-9_]{0,63}$",
+        ),
+    ] = "tokenmill"
+    otlp_endpoint: Annotated[
+        str,
+        Meta(
+            description="OpenTelemetry collector that gets a trace of each request over OTLP/HTTP, such as "
+            "http://localhost:4318; needs the extra otel"
+        ),
+    ] = ""
+    timeline_requests: Annotated[
+        int,
+        Meta(
+            description="ended requests whose timelines each HTTP process keeps, for /debug/requests; 0: none",
+            ge=0,
+            le=100_000,
+        ),
+    ] = 1000
+
+
+class SdkConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Clients of the SDK, without HTTP. On this machine they can always connect to the address that is printed at
+    start."""
+
+    sdk_listen: Annotated[
+        str,
+        Meta(
+            description="further address for clients of the SDK, the same in every run: ipc:///PATH or "
+            "tcp://HOST:PORT (port 0 picks a free one; further tokenizer processes have PATH-1 or the next port). TCP "
+            "that is not loopback needs --sdk-keys"
+        ),
+    ] = ""
+    sdk_keys: Annotated[
+        str,
+        Meta(
+            description="file of the clients that may connect over TCP, a line 'curve:KEY name' for each (python -m "
+            "ipc keygen makes one); the name is their tenant. Connections are then encrypted"
+        ),
+    ] = ""
+    sdk_server_key: Annotated[
+        str, Meta(description="file with this server's key pair, for --sdk-keys (python -m ipc keygen makes one)")
+    ] = ""
+    idempotency_seconds: Annotated[
+        float,
+        Meta(
+            description="how long the answer to a request with an idempotency key is kept, for when it is sent again",
+            ge=1,
+            le=86400,
+        ),
+    ] = 600.0
 
 
 class TokenizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -259,7 +317,14 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     device: Annotated[
         Device, Meta(description="where the model runs (auto: on a GPU, where there is one that can be used)")
     ] = "auto"
-    tp: Annotated[int, Meta(description="tensor-parallel ranks, one process each", ge=1, le=64)] = 1
+    tp: Annotated[
+        int,
+        Meta(
+            description="tensor-parallel ranks, one process each; heads need not divide, but each rank needs one",
+            ge=1,
+            le=64,
+        ),
+    ] = 1
     kv_memory: Annotated[
         str | None, Meta(description="memory for the KV cache of each rank, such as 512MiB or 4GiB (default: measured)")
     ] = None
@@ -333,6 +398,20 @@ class SupervisorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     drain_timeout: Annotated[
         float, Meta(description="seconds that running requests get to finish after SIGTERM", ge=0)
     ] = 30.0
+    record: Annotated[
+        str,
+        Meta(
+            description="file to record a trace of the requests in, without any text, for tools.simulate and "
+            "tools.loadgen"
+        ),
+    ] = ""
+    measure: Annotated[
+        bool,
+        Meta(
+            description="take down when what happens: latencies in /metrics, timelines of requests, what /diagnose is "
+            "made of; without, only counters are kept"
+        ),
+    ] = True
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="what is written to stderr")
     ] = "info"
@@ -343,6 +422,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     model: ModelConfig = ModelConfig()
     server: ServerConfig = ServerConfig()
+    sdk: SdkConfig = SdkConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     worker: WorkerConfig = WorkerConfig()
@@ -419,6 +499,7 @@ class Endpoints(Struct, frozen=True, kw_only=True):
     scheduler: str  # ROUTER for tokenizers
     workers: str  # ROUTER for ranks
     stats: str  # PUB of the scheduler's counters
+    traces: dict[str, str] = {}  # PUB of what each process tells of its work, by "role-index"
 
 
 class ChildSpec(Struct, frozen=True, kw_only=True):
@@ -442,3 +523,5 @@ class ChildSpec(Struct, frozen=True, kw_only=True):
     generation: GenerationDefaults = GenerationDefaults()
     after_crash: bool = False  # ranks: one of those that these replace has crashed by itself, without a word
     gpu_bytes: int = 0  # ranks: of their GPU's memory that they may use; 0: they have none
+    asked: Config | None = None  # scheduler: what `config` was before it was resolved, and
+    machine: Machine | None = None  # on what; None where no launcher has done that

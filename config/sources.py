@@ -8,6 +8,7 @@ import argparse
 import difflib
 import inspect
 import math
+import re
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from config.schema import Config
 ENVIRONMENT_PREFIX = "TOKENMILL_"
 API_KEYS_VARIABLE = ENVIRONMENT_PREFIX + "API_KEYS"  # never a flag or an entry of the file: see `config.api_keys`
 
+_PLAN_FLAGS = ("--plan", "--plan-gpu")  # what they ask for is no setting of a server
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 _INTRO = """\
@@ -45,8 +47,8 @@ examples:
 
 _OUTRO = """\
 Every setting can also stand in the environment (the variable is named with each flag) or in a TOML file given with
---config, in a section named after its group below: [model] [server] [tokenizer] [scheduler] [worker] [supervisor].
-A flag wins over the environment, the environment over the file.
+--config, in a section named after its group below: [model] [server] [sdk] [tokenizer] [scheduler] [worker]
+[supervisor]. A flag wins over the environment, the environment over the file.
 """
 
 
@@ -83,6 +85,8 @@ class Option(Struct, frozen=True, kw_only=True):
             return "one of " + ", ".join(self.choices)
         if self.kind is bool:
             return "true or false"
+        if self.meta.pattern:
+            return f"a text that matches {self.meta.pattern}"
         if self.kind is str:
             return "a list of texts" if self.many else "a text"
         noun = "a whole number" if self.kind is int else "a number"
@@ -96,6 +100,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     """What the user asked for."""
 
     config: Config
+    given: frozenset[str] = frozenset()  # names of the settings that some source says, be it their default
     plan: bool = False  # only print the memory plan
     plan_gpu: Gpu | None = None  # for this GPU, which need not be here
     warnings: tuple[str, ...] = ()
@@ -110,11 +115,12 @@ def _option(section: str, field: msgspec.structs.FieldInfo, hint: Any) -> Option
         origin, arguments = get_origin(hint), get_args(hint)
         if origin is Annotated:
             for inner in reversed(arguments[1:]):
-                meta = Meta(
-                    description=meta.description or inner.description,
-                    ge=meta.ge if meta.ge is not None else inner.ge,
-                    le=meta.le if meta.le is not None else inner.le,
-                )
+                bounds: Any = {  # no overload has them all, since no value has both numbers and a pattern
+                    "ge": meta.ge if meta.ge is not None else inner.ge,
+                    "le": meta.le if meta.le is not None else inner.le,
+                    "pattern": meta.pattern or inner.pattern,
+                }
+                meta = Meta(description=meta.description or inner.description, **bounds)
             hint = arguments[0]
         elif origin in (Union, types.UnionType):
             (hint,) = (argument for argument in arguments if argument is not type(None))
@@ -197,9 +203,11 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _convert(option: Option, source: str, value: Any) -> Any:
+def convert(option: Option, source: str, value: Any) -> Any:
     """`value` from flag, variable or key `source` as the setting's type, within its bounds."""
     wrong = ConfigError(f"{source}: must be {option.allowed()}, not {_shown(value)}")
+    if isinstance(value, str) and not _is_unicode(value):
+        raise ConfigError(f"{source}: must be UTF-8, not {_shown(value)}")  # processes are told of it in JSON
     if option.many:
         items = value.split(",") if isinstance(value, str) else value
         if not isinstance(items, list) or not all(isinstance(item, str) and item.strip() for item in items):
@@ -221,9 +229,20 @@ def _convert(option: Option, source: str, value: Any) -> Any:
         value = msgspec.convert(value, kind)
     except msgspec.ValidationError:
         raise wrong from None
+    if option.meta.pattern and re.fullmatch(option.meta.pattern, value) is None:
+        raise wrong
     if (option.choices and value not in option.choices) or (option.kind is float and not math.isfinite(value)):
         raise wrong
     return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Not so of flags and variables with bytes that are not UTF-8, which Python keeps as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _shown(value: Any) -> str:
@@ -254,16 +273,19 @@ def _from_file(path: Path) -> dict[Option, Any]:
             key = f"{section}.{name.replace('-', '_')}"
             if key not in known:
                 raise ConfigError(f"{path}: unknown key {section}.{name}{_nearest(key, list(known))}")
-            values[known[key]] = _convert(known[key], f"{path}: {key}", value)
+            values[known[key]] = convert(known[key], f"{path}: {key}", value)
     return values
 
 
 def _unknown_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Warnings for variables that look like a misspelt setting; others with our prefix may belong to other tools."""
+    """Warnings for variables that look like a setting and are none; others with our prefix may be other tools'."""
     known = [option.variable for option in options()] + [ENVIRONMENT_PREFIX + "CONFIG", API_KEYS_VARIABLE]
     found = []
     for name in environ:
-        if name.startswith(ENVIRONMENT_PREFIX) and name not in known:
+        flag = "--" + name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("_", "-")
+        if name.startswith(ENVIRONMENT_PREFIX) and flag in _PLAN_FLAGS:
+            found.append(f"the environment variable {name} is not a setting: {flag} is for the command line only")
+        elif name.startswith(ENVIRONMENT_PREFIX) and name not in known:
             hint = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
             if hint:
                 found.append(f"the environment variable {name} is not a setting; did you mean {hint[0]}?")
@@ -275,7 +297,7 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str], version: str)
     namespace, extra = build_parser(version).parse_known_args(argv)
     flags = vars(namespace)
     if extra:
-        known = [option.flag for option in options()] + ["--config", "--plan", "--plan-gpu", "--version", "--help"]
+        known = [option.flag for option in options()] + ["--config", *_PLAN_FLAGS, "--version", "--help"]
         name = extra[0].split("=", 1)[0]
         raise ConfigError(f"unknown argument {name}{_nearest(name, known)}")
     values: dict[Option, Any] = {}
@@ -284,9 +306,9 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str], version: str)
         values |= _from_file(Path(file))
     for option in options():
         if option.variable in environ:
-            values[option] = _convert(option, option.variable, environ[option.variable])
+            values[option] = convert(option, option.variable, environ[option.variable])
         if option.name in flags:
-            values[option] = _convert(option, option.flag, flags[option.name])
+            values[option] = convert(option, option.flag, flags[option.name])
     owners: dict[str, Any] = {
         section: owner(**{option.name: value for option, value in values.items() if option.section == section})
         for section, owner in sections().items()
@@ -296,6 +318,7 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str], version: str)
         raise ConfigError("--model is missing: give a directory with safetensors, a .gguf file, or a hub id")
     return Settings(
         config=config,
+        given=frozenset(option.name for option in values),
         plan="plan" in flags,
         plan_gpu=_plan_gpu(flags, config),
         warnings=_unknown_variables(environ),

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.gpu_cards import cards, planned_gpu
 from config.machine import Gpu, Machine
+from config.plan_report import full_report
 from config.resolve import Resolved, resolve
 from config.schema import ModelArch
 from config.sources import ConfigError, read_settings
-from tests.unit.config.test_plan_memory import LLAMA_3_1_8B, LLAMA_3_2_1B, QWEN_2_5_1_5B, SMOLLM2_135M
 from tests.unit.config.test_resolve_choices import BF16_MACHINE, reason
+from tools.model_shapes import LLAMA_3_1_8B, LLAMA_3_2_1B, QWEN_2_5_1_5B, SMOLLM2_135M
 
 GIB = 1 << 30
 H200 = Gpu(name="NVIDIA H200", total_bytes=140 * GIB, free_bytes=139 * GIB, capability="sm_90")
@@ -34,7 +34,9 @@ def test_a_gpu_that_can_be_used_is_used() -> None:
     worker, model = resolved.config.worker, resolved.config.model
     assert (worker.device, worker.kernels, worker.deterministic) == ("cuda", "triton", False)
     assert (model.dtype, model.kv_dtype) == ("bfloat16", "bfloat16")
-    assert reason(resolved, "device") == "device cuda: NVIDIA H200 (torch 2.13.0, triton 3.9.0)"
+    chosen = reason(resolved, "device")
+    assert chosen.startswith("device cuda: NVIDIA H200 (torch 2.13.0, triton 3.9.0); ")
+    assert "--device cpu" in chosen, "what to do about kernels that have never run on a GPU"
     assert "--deterministic" in reason(resolved, "deterministic off")
     asked = settle("--device", "cuda", "--deterministic")
     assert asked.config.worker.deterministic is True
@@ -269,16 +271,45 @@ def test_whatever_is_resolved_is_complete_and_consistent(
     assert again.plan == plan
 
 
-def test_gpus_by_name_and_by_size() -> None:
-    assert planned_gpu("h200").capability == "sm_90"
-    assert planned_gpu("RTX 4090").total_bytes == int(23.5 * GIB)
-    assert planned_gpu("24GiB").total_bytes == 24 * GIB
-    assert [card.total_bytes for card in cards()] == sorted(card.total_bytes for card in cards())
-    for card in cards():
-        assert planned_gpu(card.name) == card
-        assert settle(arch=SMOLLM2_135M, machine=msgspec.structs.replace(MACHINE, gpus=(card,))).plan.gpu is not None
-    with pytest.raises(ValueError, match=r"'V100' is neither a memory size such as 24GiB nor one of B200, H200"):
-        planned_gpu("V100")
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_a_planned_gpu_is_not_dropped_for_a_cpu(kernels: str) -> None:
+    elsewhere = msgspec.structs.replace(MACHINE, plans_elsewhere=True)
+    with pytest.raises(ConfigError, match=f"^--plan-gpu: --kernels {kernels} is for CPUs$"):
+        settle("--kernels", kernels, machine=elsewhere)
+    with pytest.raises(ConfigError, match=r"^--plan-gpu: this model's heads have 40 dimensions"):
+        settle(arch=msgspec.structs.replace(SMOLLM2_135M, head_dim=40), machine=elsewhere)
+
+
+def test_the_page_resolves_each_size_of_gpu_for_itself() -> None:
+    sizes = (8, 16, 24, 40, 80, 141)
+    for argv in ([], ["--max-model-len", "4096"], ["--max-seqs", "3000"], ["--gpu-memory-share", "0.5"]):
+        asked = read_settings(["--model", "m", *argv], {}, "0").config
+        for here in (24, 140):  # what was chosen for one of them does not show in the others
+            text = full_report(asked, LLAMA_3_1_8B, on(here * GIB), settle(*argv, machine=on(here * GIB)))
+            rows = text.partition("on GPUs of other sizes")[2].splitlines()[2:]
+            assert len(rows) == len(sizes)
+            for size, row in zip(sizes, rows, strict=True):
+                resolved = settle(*argv, machine=on(size * GIB))
+                scheduler, model = resolved.config.scheduler, resolved.config.model
+                lengths = (resolved.plan.kv_tokens, model.max_model_len, scheduler.max_step_tokens)
+                fitting = [f"{length:,}" for length in lengths] if resolved.plan.fits_gpu else ["does", "not", "fit"]
+                assert row.split()[2:] == fitting
+    # A setting that a smaller GPU does not take is told in its row.
+    asked = read_settings(["--model", "m", "--prefill-chunk", "4096"], {}, "0").config
+    text = full_report(asked, LLAMA_3_1_8B, MACHINE, settle("--prefill-chunk", "4096"))
+    assert "24.0 GiB  --prefill-chunk 4096: must not be more than --max-step-tokens, which is 2048" in text
+
+
+def test_more_requests_than_the_kv_cache_has_blocks_never_run_at_once() -> None:
+    argv = ["--kv-memory", "32MiB", "--max-model-len", "64"]
+    for seqs, blocks, said in (
+        (17, 16, "at once: never, since each needs a block and the KV cache has 16; lower --max-seqs, or give"),
+        (16, 16, "at once: up to 16 tokens each; of 64 each they would take 128 MiB, 96.0 MiB more than"),
+    ):
+        resolved = settle(*argv, "--max-seqs", str(seqs))
+        assert resolved.plan.num_blocks == blocks
+        asked = read_settings(["--model", "m", *argv, "--max-seqs", str(seqs)], {}, "0").config
+        assert said in full_report(asked, LLAMA_3_1_8B, MACHINE, resolved)
 
 
 @pytest.mark.parametrize("head_dim", [8, 40, 272])

@@ -11,7 +11,7 @@ from config.gpu_memory import GpuBuffers, gpu_buffers, gpu_weight_bytes, graph_b
 from config.graphs import graph_buckets, graph_contexts
 from config.memory_plan import kv_bytes_per_token, parameter_count
 from config.schema import ModelArch, ModelConfig, WeightFormat, WeightFormats
-from tests.unit.config.test_plan_memory import LLAMA_3_1_8B, MISTRAL_7B_V03, QWEN_2_5_1_5B, SMOLLM2_135M
+from tools.model_shapes import LLAMA_3_1_8B, MISTRAL_7B_V03, QWEN_2_5_1_5B, SMOLLM2_135M
 
 ARCHS = [LLAMA_3_1_8B, MISTRAL_7B_V03, QWEN_2_5_1_5B, SMOLLM2_135M]
 
@@ -99,7 +99,7 @@ def test_buffers_of_an_8b_model_by_hand() -> None:
     assert token_width(LLAMA_3_1_8B) == 3 * 4096 + 6144 + 4096 + 3 * 14_336
     assert gpu_buffers(LLAMA_3_1_8B, "bfloat16", "bfloat16", 8192, 256, 131_072, 16) == GpuBuffers(
         tokens=8192 * 65_536 * 2,
-        logits=256 * (2 * 128_256 * 4 + 16_384),
+        logits=256 * (2 * 128_256 * 4 + 2 * 4 * 4096 + 8 + 1002 * 16),  # 4096 candidates, 1002 blocks
         attention=256 * 32 * 64 * 130 * 4,  # 64 splits
         tables=131_072 * 128 * 4 + 2 * 256 * 8192 * 4 + 8192 * 64,
     )

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from config.event_log_file import MAGIC, check_event_log
-from config.output_files import check_output
+from config.output_files import check_apart, check_output
+from config.recordings import EVENT_LOG, TRACE, Recording, check_recording
 from config.sources import ConfigError
 from tools.bench_kernels.__main__ import main as bench_kernels
 from tools.simulate.__main__ import main as simulate
@@ -54,18 +54,20 @@ def test_rights_are_looked_at(tmp_path: Path) -> None:
         check_output("--json", folder / "x")
 
 
-def test_only_an_earlier_event_log_is_replaced(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    check_event_log(str(log))
-    for content in (b"", MAGIC + b"rest"):
-        log.write_bytes(content)
-        check_event_log(str(log))
-        assert log.read_bytes() == content
-    log.write_bytes(b"my diary")
-    with pytest.raises(ConfigError, match=r"^--event-log .*is no event log"):
-        check_event_log(str(log))
-    with pytest.raises(ConfigError, match=r"^--event-log .*is no event log"):
-        check_event_log("/dev/null")
+@pytest.mark.parametrize("kind", [EVENT_LOG, TRACE])
+def test_only_an_earlier_recording_of_its_kind_is_replaced(tmp_path: Path, kind: Recording) -> None:
+    file = tmp_path / "file"
+    check_recording(kind, str(file))
+    for content in (b"", kind.magic + b"rest"):
+        file.write_bytes(content)
+        check_recording(kind, str(file))
+        assert file.read_bytes() == content
+    for content in (b"my diary", (TRACE if kind is EVENT_LOG else EVENT_LOG).magic):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"^{kind.flag} .*is not {kind.name}"):
+            check_recording(kind, str(file))
+    with pytest.raises(ConfigError, match=rf"^{kind.flag} .*is not {kind.name}"):
+        check_recording(kind, "/dev/null")
 
 
 @pytest.mark.parametrize("option", ["--html", "--json", "--event-log"])
@@ -85,3 +87,17 @@ def test_nor_is_a_kernel_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
             bench_kernels(["--json", path])
         assert ended.value.code == 2
         assert f"error: --json {path}: " in capsys.readouterr().err
+
+
+def test_files_that_are_the_same_are_told(tmp_path: Path) -> None:
+    trace, link = tmp_path / "trace", tmp_path / "link"
+    trace.write_text("x")
+    link.symlink_to(trace)
+    (tmp_path / "folder").mkdir()
+    check_apart({"--trace": trace, "--json": tmp_path / "a", "--html": None, "--records": None})
+    check_apart({"--json": "/dev/null", "--html": "/dev/null"})
+    for same in (trace, link, tmp_path / "folder" / ".." / "trace"):
+        with pytest.raises(ConfigError, match=r"--records .*: the same file as that of --trace"):
+            check_apart({"--trace": trace, "--records": same})
+    with pytest.raises(ConfigError, match="the same file as that of --json"):
+        check_apart({"--json": tmp_path / "new", "--html": tmp_path / "new"})

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from config.bytesize import format_size
 from config.gpu_cards import planned_gpu
 from config.machine import Machine
 from config.plan_advice import Way, shortage, ways_out
 from config.resolve import resolve
 from config.schema import Config, ModelArch, WeightFormats
 from config.sources import ConfigError, read_settings
-from tests.unit.config.test_plan_memory import LLAMA_3_1_8B, LLAMA_3_2_1B, QWEN_2_5_1_5B, SMOLLM2_135M
+from tools.model_shapes import LLAMA_3_1_8B, LLAMA_3_2_1B, QWEN_2_5_1_5B, SMOLLM2_135M
 
 GIB = 1 << 30
 
@@ -33,17 +34,22 @@ def advice(*argv: str, machine: Machine, arch: ModelArch = LLAMA_3_1_8B) -> str:
     return shortage(config, arch, machine, resolve(config, arch, machine))
 
 
+def config_of(argv: list[str], way: Way) -> Config:
+    """With the flags of the text behind the others."""
+    flags = [part for found in re.findall(r"(--[a-z0-9-]+)(?: ([A-Za-z0-9.]+))?", way.text) for part in found if part]
+    return read(*argv, *flags)
+
+
 def follow(argv: list[str], way: Way) -> bool:
     """Whether the plan fits once the flags in the text stand behind the others."""
-    flags = [part for found in re.findall(r"(--[a-z0-9-]+)(?: ([A-Za-z0-9.]+))?", way.text) for part in found if part]
-    return resolve(read(*argv, *flags), way.arch, way.machine).plan.fits
+    return resolve(config_of(argv, way), way.arch, way.machine).plan.fits
 
 
 @settings(max_examples=150)
 @given(
     arch=st.sampled_from([SMOLLM2_135M, LLAMA_3_2_1B, QWEN_2_5_1_5B, LLAMA_3_1_8B]),
     layers=st.sampled_from(["bfloat16", "int8", "int4"]),
-    memory=st.floats(0.5, 40),
+    memory=st.floats(1, 40),
     free=st.sampled_from([1.0, 0.5, 0.1, 0.0]),
     host=st.sampled_from([64.0, 4.0, 1.0]),
     argv=st.tuples(
@@ -54,7 +60,8 @@ def follow(argv: list[str], way: Way) -> bool:
         st.sampled_from(["", "--kv-memory 30GiB"]),
         st.sampled_from(["", "--cuda-graphs", "--no-cuda-graphs", "--max-graph-seqs 64"]),
         st.sampled_from(["", "--kv-shortage swap", "--host-kv-memory 3GiB"]),
-        st.sampled_from(["", "--quantization none", "--gpu-memory-share 0.5", "--block-size 200"]),
+        st.sampled_from(["", "--quantization none"]),
+        st.sampled_from(["", "--gpu-memory-share 0.5", "--gpu-memory-share 0.943", "--block-size 200"]),
     ),
     elsewhere=st.booleans(),
 )
@@ -77,6 +84,14 @@ def test_every_way_out_fits(
     for way in ways:
         assert way.fits
         assert follow(flags, way)
+        for said in re.findall(r"4-bit weights .*?, which saves ([\d.]+ \w+)", way.text):
+            lighter = resolve(config_of(flags, way), way.arch, machine).plan.weights
+            assert lighter < resolved.plan.weights
+            assert said == format_size(resolved.plan.weights - lighter)
+        for new, old in re.findall(r"KV takes ([\d.]+ \w+) instead of ([\d.]+ \w+)", way.text):
+            then = resolve(config_of(flags, way), way.arch, way.machine).plan.kv_bytes_per_token
+            assert (new, old) == (format_size(then), format_size(resolved.plan.kv_bytes_per_token))
+            assert then < resolved.plan.kv_bytes_per_token
     text = shortage(config, arch, machine, resolved)
     assert "\n" not in text
     assert all(way.text in text for way in ways)
@@ -92,14 +107,14 @@ def test_what_is_short_is_told_in_one_paragraph() -> None:
     assert "only 14.4 GiB of 16.0 GiB may be used. Do one of these: " in text
     # The weights alone are too large.
     assert "--max-model-len" not in text
-    assert "the same model with 4-bit weights (GPTQ, AWQ, or a GGUF file of Q4_0 or Q4_1), which saves" in text
+    assert "the same model with 4-bit weights (GPTQ, AWQ, or a GGUF file of Q4_0, Q4_1 or Q4_K), which saves" in text
     assert text.endswith("a GPU with 23 GiB of memory, such as RTX4090.")
 
 
 def test_settings_that_help_alone_are_turned_no_further_than_needed() -> None:
     arch, machine = LLAMA_3_1_8B, machine_with("21GiB")
     text = advice("--max-model-len", "32768", "--max-seqs", "64", machine=machine)
-    assert "--kv-dtype fp8, which saves 1.94 GiB of KV cache" in text
+    assert "--kv-dtype fp8, in which a token's KV takes 66.0 KiB instead of 128 KiB; " in text
     found = re.search(r"--max-model-len (\d+)", text)
     assert found is not None
     fitting = int(found[1])
@@ -135,6 +150,49 @@ def test_a_machine_that_is_short_is_told_apart_from_its_gpu() -> None:
     both = advice(*asked, machine=machine_with("16GiB", memory=4 * GIB))
     assert "short on a GPU of 16.0 GiB" in both
     assert "a machine with 10 GiB of free memory, and the same model with 4-bit weights" in both
+
+
+@pytest.mark.parametrize("share", ["0.05", "0.5", "0.66", "0.685"])
+def test_a_larger_share_is_named_and_no_larger_than_needed(share: str) -> None:
+    machine, asked = machine_with("24GiB"), ["--max-model-len", "512"]
+    text = advice(*asked, "--gpu-memory-share", share, machine=machine)
+    found = re.search(r"Do one of these: --gpu-memory-share (0\.\d+); ", text)
+    assert found is not None
+    percent = round(100 * float(found[1]))
+    for value, fits in ((percent, True), (percent - 1, False)):
+        config = read(*asked, "--gpu-memory-share", str(value / 100))
+        assert resolve(config, LLAMA_3_1_8B, machine).plan.fits is fits
+
+
+@pytest.mark.parametrize(
+    ("share", "free"),
+    [
+        ("0.5", 0.5),  # other programs hold the rest
+        ("0.95", 1.0),
+        ("1", 1.0),
+    ],
+)
+def test_a_larger_share_that_does_not_help_is_not_named(share: str, free: float) -> None:
+    flags = ["--max-model-len", "8192", "--gpu-memory-share", share]
+    text = advice(*flags, machine=machine_with("17GiB", free=free))
+    assert "--gpu-memory-share" not in text.partition("Do one of these: ")[2]
+
+
+def test_smaller_keys_are_not_named_where_the_size_of_the_kv_cache_is_given() -> None:
+    text = advice("--kv-memory", "8GiB", "--max-seqs", "1000", machine=machine_with("21GiB"))
+    assert re.search(r"--kv-memory \d+MiB; ", text.partition("Do one of these: ")[2])
+    assert "--kv-dtype" not in text
+
+
+def test_4_bit_weights_are_named_with_what_keeps_them_so() -> None:
+    asked, machine = ["--max-model-len", "8192"], machine_with("16GiB")
+    text = advice(*asked, machine=machine)
+    assert "the same model with 4-bit weights" in text
+    assert "--quantization" not in text
+    dequantized = advice(*asked, "--quantization", "none", machine=machine)
+    assert "--quantization auto, and the same model with 4-bit weights" in dequantized
+    saved = re.compile(r"which saves ([^;]+);")
+    assert saved.findall(dequantized) == saved.findall(text) == ["8.94 GiB"]
 
 
 @pytest.mark.parametrize("quantization", ["auto", "none"])

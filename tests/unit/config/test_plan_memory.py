@@ -11,7 +11,6 @@ from config.arch import read_arch
 from config.machine import Machine
 from config.memory_plan import (
     activation_bytes,
-    can_split,
     kv_bytes_per_token,
     parameter_count,
     smallest_tp,
@@ -24,69 +23,9 @@ from config.schema import Config, ModelArch, ModelConfig, WeightFormat, WeightFo
 from config.sources import read_settings
 from kernels.cpu.build import BuildError
 from kernels.cpu.library import AttentionSizes, KvType, kv_block_bytes, load
+from tools.model_shapes import LLAMA_3_1_8B, LLAMA_3_2_1B, MISTRAL_7B_V03, QWEN_2_5_1_5B, SMOLLM2_135M
 
 GIB = 1 << 30
-
-# From the config.json of each model's repository.
-LLAMA_3_1_8B = ModelArch(
-    family="llama",
-    hidden_size=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=14336,
-    vocab_size=128256,
-    max_position=131072,
-)
-LLAMA_3_2_1B = ModelArch(
-    family="llama",
-    hidden_size=2048,
-    num_layers=16,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=64,
-    intermediate_size=8192,
-    vocab_size=128256,
-    max_position=131072,
-    tie_embeddings=True,
-)
-QWEN_2_5_1_5B = ModelArch(
-    family="qwen2",
-    hidden_size=1536,
-    num_layers=28,
-    num_heads=12,
-    num_kv_heads=2,
-    head_dim=128,
-    intermediate_size=8960,
-    vocab_size=151936,
-    max_position=131072,
-    tie_embeddings=True,
-    qkv_bias=True,
-)
-SMOLLM2_135M = ModelArch(
-    family="llama",
-    hidden_size=576,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    intermediate_size=1536,
-    vocab_size=49152,
-    max_position=8192,
-    tie_embeddings=True,
-)
-MISTRAL_7B_V03 = ModelArch(
-    family="mistral",
-    hidden_size=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=14336,
-    vocab_size=32768,
-    max_position=32768,
-)
 
 
 @pytest.mark.parametrize(
@@ -137,12 +76,6 @@ def test_compiled_kernels_take_what_is_planned_for_a_block(
     arch = msgspec.structs.replace(SMOLLM2_135M, num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim)
     planned = block_size * kv_bytes_per_token(arch, kv_type.name.lower(), 1, block_size)
     assert 0 <= planned - layers * kv_block_bytes(library, sizes) < block_size
-
-
-def test_which_degrees_divide() -> None:
-    assert [tp for tp in range(1, 17) if can_split(SMOLLM2_135M, tp)] == [1, 3]
-    assert [tp for tp in range(1, 17) if can_split(LLAMA_3_1_8B, tp)] == [1, 2, 4, 8]
-    assert [tp for tp in range(1, 17) if can_split(QWEN_2_5_1_5B, tp)] == [1, 2]
 
 
 def test_activations_hold_at_least_the_logits_and_grow_with_the_step() -> None:
@@ -211,23 +144,32 @@ def test_an_untied_head_and_biases_count_too() -> None:
     assert native_bytes(QWEN_2_5_1_5B)[0] == 2 * 1_543_714_304 + 2 * (biases + norms)
 
 
+def machine_of(available: int) -> Machine:
+    return Machine(cores=8, memory_available=available, cpu_features=frozenset({"avx512_bf16"}))
+
+
 def plan_of(arch: ModelArch, available: int, **model: object) -> Resolved:
-    machine = Machine(cores=8, memory_available=available, cpu_features=frozenset({"avx512_bf16"}))
-    return resolve(Config(model=ModelConfig(model="m", **model)), arch, machine)  # type: ignore[arg-type]
+    config = Config(model=ModelConfig(model="m", **model))  # type: ignore[arg-type]
+    return resolve(config, arch, machine_of(available))
+
+
+def page(config: Config, arch: ModelArch, machine: Machine) -> str:
+    return full_report(config, arch, machine, resolve(config, arch, machine))
 
 
 def test_the_smallest_tp_grows_as_devices_shrink() -> None:
     config = plan_of(LLAMA_3_1_8B, 64 * GIB, max_model_len=8192).config
-    # 15 GiB of bfloat16 weights and 1 GiB of KV: two 16 GiB devices, four of 8 GiB, one of 24 GiB.
+    # 15 GiB of bfloat16 weights and 1 GiB of KV: one device of 24 GiB, two of 16 GiB, three of 8 GiB, of which two have
+    # 3 of the 8 KV heads each, and a third of everything else: 5.1 GiB of weights.
     assert smallest_tp(config, LLAMA_3_1_8B, 24 * GIB) == 1
     assert smallest_tp(config, LLAMA_3_1_8B, 16 * GIB) == 2
-    assert smallest_tp(config, LLAMA_3_1_8B, 8 * GIB) == 4
+    assert smallest_tp(config, LLAMA_3_1_8B, 8 * GIB) == 3
     assert smallest_tp(config, LLAMA_3_1_8B, GIB // 2) is None
 
 
 def test_the_full_report_counts_sequences_by_length() -> None:
     resolved = plan_of(SMOLLM2_135M, 8 * GIB, max_model_len=2048)
-    text = full_report(resolved.plan, resolved.config, SMOLLM2_135M)
+    text = page(resolved.config, SMOLLM2_135M, machine_of(8 * GIB))
     rows = dict(line.split(" tokens ") for line in text.splitlines() if line.startswith("  ") and " tokens " in line)
     counts = {int(length.replace(",", "")): int(count.replace(",", "")) for length, count in rows.items()}
     assert set(counts) == {512, 1024, 2048}
@@ -241,14 +183,14 @@ def test_the_full_report_counts_sequences_by_length() -> None:
 def test_a_host_tier_has_its_line_and_counts() -> None:
     argv = ["--model", "m", "--kv-memory", "1GiB", "--host-kv-memory", "2GiB"]
     config = read_settings(argv, {}, "0").config
-    machine = Machine(cores=8, memory_available=8 * GIB, cpu_features=frozenset({"avx512_bf16"}))
+    machine = machine_of(8 * GIB)
     resolved = resolve(config, SMOLLM2_135M, machine)
     blocks = 2 * GIB // (16 * 23_040)
-    [line] = [line for line in full_report(resolved.plan, resolved.config, SMOLLM2_135M).splitlines() if "host" in line]
+    [line] = [line for line in page(config, SMOLLM2_135M, machine).splitlines() if "host" in line]
     assert line.split() == ["host", "KV", "2.00", "GiB", f"({blocks}", "blocks)"]
     assert f"host KV 2.00 GiB ({blocks} blocks)" in short_report(resolved.plan)
     none = plan_of(SMOLLM2_135M, 8 * GIB)
-    assert "host" not in full_report(none.plan, none.config, SMOLLM2_135M) + short_report(none.plan)
+    assert "host" not in page(none.config, SMOLLM2_135M, machine) + short_report(none.plan)
 
     small = msgspec.structs.replace(machine, memory_available=3 * GIB)
     tight = resolve(config, SMOLLM2_135M, small)

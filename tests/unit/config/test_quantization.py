@@ -10,7 +10,7 @@ import torch
 
 from config.arch import read_arch
 from config.quantization import Quantization, read_quantization
-from config.schema import WeightFormats
+from config.schema import WeightFormat, WeightFormats
 from tests.unit.config.test_arch import edit
 from tests.unit.gpu_workers.tiny import save_tiny
 from tests.unit.gpu_workers.tiny_gguf import save_gguf
@@ -195,7 +195,11 @@ def test_gguf_files_mix_formats(tmp_path: Path) -> None:
         ("output", 10, "F16"),
         ("blk.0.attn_q", 64, "Q4_0"),
         ("blk.0.attn_k", 64, "Q4_1"),
-        ("blk.0.attn_v", 64, "Q8_0"),
+        ("blk.0.attn_v", 64, "Q4_1"),
+        ("blk.0.attn_output", 64, "Q8_0"),
+        # Held as one matrix, so in one format.
+        ("blk.0.ffn_gate", 64, "Q4_0"),
+        ("blk.0.ffn_up", 64, "F16"),
     ):
         kind_id = gguf.GGMLQuantizationType[kind]
         data = gguf.quants.quantize(np.ones((rows, 64), np.float32), kind_id)
@@ -206,7 +210,8 @@ def test_gguf_files_mix_formats(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     formats = read_arch(tmp_path / "x.gguf").formats
-    assert formats == WeightFormats(layers={"int4": 2 * 64 * 64, "int8": 64 * 64}, embedding="int8", head="float16")
+    layers: dict[WeightFormat, int] = {"int4": 3 * 64 * 64, "int8": 64 * 64, "bfloat16": 64 * 64, "float16": 64 * 64}
+    assert formats == WeightFormats(layers=layers, embedding="int8", head="float16")
 
 
 def test_a_directory_with_an_unsupported_quantization_is_refused(tmp_path: Path) -> None:

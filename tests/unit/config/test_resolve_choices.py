@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config.machine import Machine
-from config.memory_plan import can_split
 from config.resolve import Resolved, resolve
 from config.schema import Config, WeightFormats
+from config.shards import can_split
 from config.sources import ConfigError, read_settings
-from tests.unit.config.test_plan_memory import LLAMA_3_1_8B, LLAMA_3_2_1B, SMOLLM2_135M
+from tools.model_shapes import LLAMA_3_1_8B, LLAMA_3_2_1B, SMOLLM2_135M
 
 GIB = 1 << 30
 BF16_MACHINE = Machine(cores=4, memory_available=60 * GIB, cpu_features=frozenset({"avx2", "avx512_bf16"}))
@@ -99,6 +99,23 @@ def test_weights_without_quantization_are_planned_as_bfloat16() -> None:
     assert dequantized.config.model.quantization == "none"
 
 
+@pytest.mark.parametrize(("quantization", "of_32_layer_weights"), [("int8", 34), ("int4", 20)])
+def test_floats_that_will_be_rounded_are_planned_as_integers(quantization: str, of_32_layer_weights: int) -> None:
+    formats = WeightFormats(layers={"bfloat16": 106_168_320}, embedding="bfloat16", head="bfloat16")
+    arch = msgspec.structs.replace(SMOLLM2_135M, formats=formats)
+    rounded = settle("--kernels", "native", "--quantization", quantization, arch=arch)
+    table, norms = 49_152 * 576 // 32 * 34, 4 * 61 * 576  # the embedding is int8 with both
+    assert rounded.plan.weights == 106_168_320 // 32 * of_32_layer_weights + table + norms
+    mixed = msgspec.structs.replace(arch, formats=WeightFormats(layers={"int8": 106_168_320}, embedding="int4"))
+    kept = settle("--kernels", "native", "--quantization", "int4", arch=mixed)
+    assert kept.plan.weight_note == "matrices are held as int4, int8", "what is in integers stays as it is"
+
+
+def test_plain_torch_operations_take_no_rounded_weights() -> None:
+    with pytest.raises(ConfigError, match=r"^--quantization int4: plain torch .* needs the compiled kernels"):
+        settle("--kernels", "torch", "--quantization", "int4")
+
+
 @pytest.mark.parametrize(
     ("argv", "ranks"),
     [
@@ -165,9 +182,10 @@ def test_a_prefill_chunk_beyond_the_step_is_refused() -> None:
         settle("--prefill-chunk", "600")
 
 
-def test_ranks_that_do_not_divide_the_heads_are_refused_with_those_that_do() -> None:
-    with pytest.raises(ConfigError, match=r"--tp 2: .* possible: 1, 3$"):
-        settle("--tp", "2")
+def test_more_ranks_than_heads_are_refused_with_how_many_can_be() -> None:
+    with pytest.raises(ConfigError, match=r"^--tp 10: the model's 9 heads .* too few for 10 ranks; possible: 1 to 9$"):
+        settle("--tp", "10")
+    assert settle("--tp", "9").config.worker.tp == 9
 
 
 def test_cores_are_shared_among_ranks() -> None:

@@ -47,6 +47,13 @@ def test_flags_win_over_the_environment_which_wins_over_the_file(tmp_path: Path)
     assert config.model.dtype == "float32"
 
 
+def test_a_setting_is_given_by_whichever_source_says_it_be_it_the_default(tmp_path: Path) -> None:
+    file = toml(tmp_path, '[scheduler]\nprefer = "mixed"\n')
+    settings = read_settings([*MODEL, "--config", file, "--prefix-cache"], {"TOKENMILL_PORT": "8000"}, "0")
+    assert settings.given == {"model", "prefer", "prefix_cache", "port"}
+    assert read_settings(MODEL, {}, "0").given == {"model"}
+
+
 def test_the_file_may_be_named_in_the_environment_and_write_keys_with_dashes(tmp_path: Path) -> None:
     file = toml(tmp_path, '[scheduler]\nmax-seqs = 5\nprefix-cache = false\n[model]\nserved-model-name = ["a", "b"]\n')
     config = read(TOKENMILL_CONFIG=file)
@@ -107,6 +114,20 @@ def test_a_wrong_flag_is_told_with_what_is_allowed(argv: list[str], said: str) -
     assert message(*argv) == said
 
 
+@pytest.mark.parametrize("prefix", ["", "a b", "1x", "a:b", "\u00e9", "x{", "x\n", "x" * 65], ids=ascii)
+def test_a_prefix_that_no_metric_can_have_is_told_at_once(prefix: str) -> None:
+    assert message("--metrics-prefix", prefix).startswith("--metrics-prefix: must be a text that matches ^[a-zA-Z_]")
+    assert message(TOKENMILL_METRICS_PREFIX=prefix).startswith("TOKENMILL_METRICS_PREFIX: must be")
+
+
+@pytest.mark.parametrize(
+    "option", [option for option in options() if option.kind is str], ids=lambda option: option.name
+)
+def test_bytes_that_are_not_utf_8_are_told(option: Option) -> None:
+    assert message(option.flag, "/tmp/\udcff").startswith(f"{option.flag}: must be UTF-8")
+    assert message(**{option.variable: "/tmp/\udcff"}).startswith(f"{option.variable}: must be UTF-8")
+
+
 def test_a_missing_model_is_told() -> None:
     with pytest.raises(ConfigError, match=r"^--model is missing"):
         read_settings([], {}, "0")
@@ -117,6 +138,16 @@ def test_a_misspelt_variable_is_warned_of_and_foreign_ones_are_not() -> None:
     settings = read_settings(MODEL, {"TOKENMILL_MAX_SEQ": "3", "TOKENMILL_TORCH_INDEX": "x", "PATH": "y"}, "0")
     assert settings.warnings == (
         "the environment variable TOKENMILL_MAX_SEQ is not a setting; did you mean TOKENMILL_MAX_SEQS?",
+    )
+
+
+@pytest.mark.parametrize("name", ["PLAN", "PLAN_GPU"])
+def test_what_is_for_the_command_line_only_is_warned_of_in_the_environment(name: str) -> None:
+    settings = read_settings(MODEL, {f"TOKENMILL_{name}": "H100"}, "0")
+    assert (settings.plan, settings.plan_gpu) == (False, None)
+    flag = "--" + name.lower().replace("_", "-")
+    assert settings.warnings == (
+        f"the environment variable TOKENMILL_{name} is not a setting: {flag} is for the command line only",
     )
 
 
@@ -168,7 +199,7 @@ def a_value(option: Option) -> st.SearchStrategy[object]:
         return st.integers(None if low is None else int(low), None if high is None else int(high))
     if option.kind is float:
         return st.floats(low, high, allow_nan=False, allow_infinity=False)
-    text = st.from_regex(r"[a-z0-9./]{1,12}", fullmatch=True)
+    text = st.from_regex(option.meta.pattern or r"[a-z0-9./]{1,12}", fullmatch=True)
     return st.lists(text, min_size=1, max_size=3).map(tuple) if option.many else text
 
 
