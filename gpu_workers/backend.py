@@ -20,7 +20,8 @@ from gpu_workers.clock import Clock, HostClock
 from gpu_workers.comm import Comm
 from gpu_workers.drawn import Drawn, Known
 from gpu_workers.prepare import PreparedStep, prepare
-from gpu_workers.rows import Rows
+from gpu_workers.prompt_scores import TokenScores, token_scores
+from gpu_workers.rows import Ints, Rows
 from gpu_workers.sampling import PackedMask, SamplingBatch, TokenMask, argmax, choose_tokens, sample
 from gpu_workers.weights.quantized import QuantizedWeight
 
@@ -119,6 +120,12 @@ class Backend(ABC):
     def allocate_host_kv(self, kv: Any, num_blocks: int) -> Any:
         """Host memory for `num_blocks` blocks of the pool `kv`, of all layers, K and V."""
 
+    def begin_copies(self, host_kv: Any) -> None:  # noqa: B027  (a CPU is done when a call returns)
+        """The copies asked for next come after all that was launched so far, and wait for nothing launched later.
+
+        Called in the thread that launches forwards, while no copy is under way.
+        """
+
     @abstractmethod
     def copy_blocks_out(self, kv: Any, host_kv: Any, pairs: torch.Tensor) -> None:
         """Copy blocks to host memory; `pairs` [N, 2] int64: block id, host block id. Complete when it returns.
@@ -175,6 +182,18 @@ class Backend(ABC):
         if settings is None:
             return Known(argmax(logits))
         return Known(*sample(logits, settings, mask, self.choose_tokens))
+
+    def score(self, logits: torch.Tensor, token_ids: Ints, k: int) -> TokenScores:
+        """See `gpu_workers.prompt_scores.token_scores`; logits are as `Compiled.more_logits` gave them."""
+        return token_scores(logits, token_ids, k)
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[NDArray[Any]]]:
+        """Start to bring scores of a step to the host; what is returned waits for them.
+
+        To be waited for before the next but one call.
+        """
+        arrays = [tensor.numpy() for tensor in tensors]
+        return lambda: arrays
 
     @abstractmethod
     def embed(self, table: Weight, batch: Batch, first: int = 0) -> Array:

@@ -26,13 +26,15 @@ class BlockCopier:
     def start(self, plan: StepPlan) -> Callable[[], None]:
         """Start the plan's copies; what is returned waits for them, and raises whatever a copy raised.
 
-        Raises `PlanError` before it starts any.
+        To be called before the plan's forward is launched, and after the copies before were waited for. Raises
+        `PlanError` before it starts any.
         """
         if not plan.copies_out and not plan.copies_in:
             return _nothing
         copies_out = int32_columns(plan.copies_out, 2, "copies_out")
         copies_in = int32_columns(plan.copies_in, 2, "copies_in")
         self._check(copies_out, copies_in)
+        self._backend.begin_copies(self._host_kv)
         return self._thread.submit(self._copy, copies_out, copies_in).result
 
     def _check(self, copies_out: Ints, copies_in: Ints) -> None:

@@ -28,7 +28,8 @@ class Comm(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group. To be called before the interpreter ends: a thread of the group that gives back a tensor
+        while Python is finalizing aborts the process."""
 
 
 class LocalComm(Comm):

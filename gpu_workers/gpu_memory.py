@@ -8,6 +8,9 @@ import torch
 from config.bytesize import format_size
 from ipc.control import StartError
 
+# What errors that are not of torch's own class say: those of the driver, which keeps graphs and kernels, and of cuBLAS.
+_OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
 
 class GpuMemory:
     """Adds up by purpose. `free` gives the bytes that are free on the device, by default the current CUDA device.
@@ -30,7 +33,9 @@ class GpuMemory:
         before = self._free()
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and not any(text in str(error) for text in _OUT_OF_MEMORY):
+                raise
             taken = [*(f"{name} took {format_size(size)}" for name, size in self._taken.items())]
             told = f" ({', '.join(taken)})" if taken else ""
             raise StartError(

@@ -3,18 +3,36 @@
 They are those of the model's own logits: nothing that a request asks of the sampler changes them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from gpu_workers.rows import Ints, PlanError, Rows, int32_columns
-from gpu_workers.sampling import best_ids
+from gpu_workers.sampling import NOT_NUMBERS, best_ids
 from ipc.engine_messages import NewRow, PromptScores
 
 # Logits of a whole chunk would take hundreds of megabytes. The compiled kernels read the head once for so many rows.
 ROWS_AT_ONCE = 48
+
+
+class TokenScores(NamedTuple):
+    """Of R tokens, where the logits were computed."""
+
+    chosen: torch.Tensor  # [R] float32, the log-probability of each
+    ranks: torch.Tensor  # [R] int32, one more than the number of tokens that are more probable
+    top_ids: torch.Tensor  # [R, k] int32, of the most probable tokens, best first and of equals the lowest
+    top_values: torch.Tensor  # [R, k] float32, theirs
+
+
+class Device(Protocol):
+    """What computes logits: see `gpu_workers.backend.Backend`."""
+
+    def score(self, logits: torch.Tensor, token_ids: Ints, k: int) -> TokenScores: ...
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[NDArray[Any]]]: ...
 
 
 class _Wanted:
@@ -51,20 +69,45 @@ class PromptScorer:
             self._wanted.pop(row, None)
 
     def scores(
-        self, scheduled: bytes, logits_of: Callable[[NDArray[np.int64]], torch.Tensor], *, keep: bool
-    ) -> tuple[PromptScores, ...]:
-        """Of the rows of a plan that has just been carried out.
+        self,
+        scheduled: bytes,
+        logits_of: Callable[[NDArray[np.int64]], torch.Tensor],
+        device: Device,
+        *,
+        keep: bool,
+    ) -> Callable[[], tuple[PromptScores, ...]]:
+        """Of the rows of a plan that has just been carried out; what is returned waits for the device to have them.
 
         `logits_of` gives the logits [R, vocabulary] of R flat tokens of its batch; ranks all call it in the same way,
-        but only with `keep` is anything made of what it returns.
+        but only with `keep` is anything made of what it returns. Waiting raises FloatingPointError where the model
+        computed NaN.
         """
         if not self._wanted:
-            return ()
-        return tuple(self._scores(int32_columns(scheduled, 4, "scheduled"), logits_of, keep))
+            return tuple
+        found = []
+        for index, first, where, token_ids, k in self._due(int32_columns(scheduled, 4, "scheduled")):
+            parts = []
+            for begin in range(0, len(where), ROWS_AT_ONCE):
+                some = slice(begin, begin + ROWS_AT_ONCE)
+                logits = logits_of(where[some])
+                if keep:
+                    parts.append(device.score(logits, token_ids[some], k))
+            if keep:
+                found.append((index, first, [torch.cat(column) for column in zip(*parts, strict=True)]))
+        if not found:
+            return tuple
+        arrive = device.fetch([column for _, _, columns in found for column in columns])
 
-    def _scores(
-        self, columns: Ints, logits_of: Callable[[NDArray[np.int64]], torch.Tensor], keep: bool
-    ) -> Iterator[PromptScores]:
+        def arrived() -> tuple[PromptScores, ...]:
+            arrays = iter(arrive())
+            return tuple(
+                _prompt_scores(index, first, *(next(arrays) for _ in columns)) for index, first, columns in found
+            )
+
+        return arrived
+
+    def _due(self, columns: Ints) -> Iterator[tuple[int, int, NDArray[np.int64], Ints, int]]:
+        """(entry of the plan, position of the first token, flat tokens whose logits tell of them, the tokens, k)."""
         flat = 0
         for index, (row, start, count, _) in enumerate(columns.tolist()):
             wanted = self._wanted.get(row)
@@ -76,45 +119,33 @@ class PromptScorer:
                     )
                 if first < end:
                     where = np.arange(flat + first - start, flat + end - start, dtype=np.int64)
-                    parts = self._parts(where, self._rows.tokens[row, first + 1 : end + 1], wanted, logits_of, keep)
-                    yield PromptScores(index, first + 1, *parts)
+                    yield index, first + 1, where, self._rows.tokens[row, first + 1 : end + 1], wanted.alternatives
                     wanted.num_scored = end
                 if end == wanted.num_prompt - 1:
                     del self._wanted[row]
             flat += count
 
-    @staticmethod
-    def _parts(
-        where: NDArray[np.int64],
-        token_ids: Ints,
-        wanted: _Wanted,
-        logits_of: Callable[[NDArray[np.int64]], torch.Tensor],
-        keep: bool,
-    ) -> tuple[bytes, bytes, bytes, bytes]:
-        """The columns of `PromptScores`."""
-        found: tuple[list[bytes], ...] = ([], [], [], [])
-        for begin in range(0, len(where), ROWS_AT_ONCE):
-            some = slice(begin, begin + ROWS_AT_ONCE)
-            logits = logits_of(where[some])
-            if keep:
-                for column, part in zip(found, _score(logits, token_ids[some], wanted.alternatives), strict=True):
-                    column.append(part)
-        chosen, ranks, top_ids, top_values = (b"".join(column) for column in found)
-        return chosen, ranks, top_ids, top_values
 
-
-def _score(logits: torch.Tensor, token_ids: Ints, k: int) -> tuple[bytes, bytes, bytes, bytes]:
+def token_scores(logits: torch.Tensor, token_ids: Ints, k: int) -> TokenScores:
     """Of each row of logits [R, V]: its token's log-probability and rank, and the k best ids with theirs."""
-    table: NDArray[np.float32] = torch.log_softmax(logits, dim=-1).cpu().numpy()
+    table: NDArray[np.float32] = torch.log_softmax(logits, dim=-1).numpy()
     chosen = table[np.arange(len(table)), token_ids]
-    if np.isnan(chosen).any():
-        raise FloatingPointError("the model computed logits that are not numbers (NaN)")
-    ranks = (table > chosen[:, None]).sum(axis=-1) + 1
+    ranks = (table > chosen[:, None]).sum(axis=-1, dtype=np.int32) + 1
     ids = np.stack([best_ids(values, k) for values in table])
     values = np.take_along_axis(table, ids, axis=-1)
-    return (
+    return TokenScores(*map(torch.from_numpy, (chosen, ranks, ids.astype(np.int32), values)))
+
+
+def _prompt_scores(
+    index: int, first: int, chosen: NDArray[Any], ranks: NDArray[Any], top_ids: NDArray[Any], top_values: NDArray[Any]
+) -> PromptScores:
+    if np.isnan(chosen).any():
+        raise FloatingPointError(NOT_NUMBERS)
+    return PromptScores(
+        index,
+        first,
         chosen.astype("<f4").tobytes(),
         ranks.astype("<i4").tobytes(),
-        ids.astype("<i4").tobytes(),
-        values.astype("<f4").tobytes(),
+        top_ids.astype("<i4").tobytes(),
+        top_values.astype("<f4").tobytes(),
     )

@@ -83,7 +83,7 @@ class Step:
     forward: Mark = None
     drawn: Drawn | None = None  # None: not sampled yet
     sampled: Mark = None
-    scores: tuple[PromptScores, ...] = ()
+    scores: Callable[[], tuple[PromptScores, ...]] = tuple  # waits for them
     embeddings: tuple[bytes, ...] = ()
     ended: Mark = None
 
@@ -218,7 +218,9 @@ class Runner:
         self._rows.append(rows, None if self.overlaps else np.maximum(step.drawn.result()[0], 0))
         step.sampled = self._clock.mark()
         scheduled = step.plan.scheduled
-        step.scores = self._scorer.scores(scheduled, self._model.more_logits, keep=self._comm.rank == 0)
+        step.scores = self._scorer.scores(
+            scheduled, self._model.more_logits, self._model.backend, keep=self._comm.rank == 0
+        )
         if self._comm.rank == 0:
             step.embeddings = self._pooler.embeddings(scheduled, self._model.hidden_states)
         step.ended = self._clock.mark()
@@ -254,6 +256,7 @@ class Runner:
             self._ended = step.prepared
             return StepResult(step=step.plan.step, token_ids=b"") if self._comm.rank == 0 else None
         token_ids, logprobs = step.drawn.result()
+        scores = step.scores()
         rows = step.sampling_rows
         # Of what the plans after this one have freed, and given to others, nobody wants to know more.
         same = np.flatnonzero(self._rows.uses[rows] == step.uses)
@@ -279,7 +282,7 @@ class Runner:
             prepare_us=microseconds(step.started, step.prepared),
             forward_us=microseconds(step.prepared, step.forward),
             sample_us=microseconds(step.forward, step.sampled),
-            prompt_scores=step.scores,
+            prompt_scores=scores,
             score_us=microseconds(step.sampled, step.ended),
             embeddings=step.embeddings,
         )

@@ -12,22 +12,31 @@ from gpu_workers.rows import PlanError
 from gpu_workers.runner import Runner, Step
 from ipc.channels import BlockingDealer
 from ipc.control import in_a_line
-from ipc.engine_messages import StepFailed, StepPlan, ToWorker
+from ipc.engine_messages import RankReport, StepFailed, StepPlan, ToWorker
+from ipc.process_usage import UsageMeter
 from ipc.sessions import LinkError
 
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1  # how soon an idle rank notices that it is to end
 _RUNNING_SECONDS = 5e-5  # how soon a rank notices that its device is done, where no further plan is there
+_REPORT_SECONDS = 1.0
 _SENDING_SECONDS = 0.1  # before the process ends, and with it the thread that sends
 
 
-def run_plans(link: BlockingDealer[ToWorker], runner: Runner, stop: threading.Event) -> int:
-    """Carry out plans until `stop` is set (0), or until a plan, the link or the model can't be trusted (1)."""
+def run_plans(link: BlockingDealer[ToWorker], runner: Runner, stop: threading.Event, meter: UsageMeter) -> int:
+    """Carry out plans until `stop` is set (0), or until a plan, the link or the model can't be trusted (1).
+
+    What `meter` says of this process is sent about once a second.
+    """
     last: int | None = None  # the step that was begun last
     running: Step | None = None  # launched and sampled, on a device that tells when it is done
+    report_at = time.monotonic() + _REPORT_SECONDS
     try:
         while not stop.is_set():
+            if (now := time.monotonic()) >= report_at:
+                link.send(RankReport(meter.usage()))
+                report_at = now + _REPORT_SECONDS
             plan = link.recv(_POLL_SECONDS if running is None else 0)
             if plan is not None:
                 last = plan.step

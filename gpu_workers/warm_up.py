@@ -25,57 +25,68 @@ _EVERYTHING = SamplingSpec(
 )
 
 
-def warm_up(
-    make_runner: Callable[[int], Runner], tokens: int, max_model_len: int, num_blocks: int, block_size: int
-) -> None:
-    """Prefill `tokens` of as many requests as that takes, and decode, in blocks that nobody has filled yet.
+_SCORED = SamplingSpec(prompt_logprobs=1)
 
-    Less where context or pool don't hold them. `make_runner` gives a runner of so many rows.
+
+class WarmUp:
+    """Steps of requests that nobody has sent.
+
+    `make_runner` gives a runner of so many rows, of requests of up to `max_model_len` tokens, over a pool of
+    `num_blocks` blocks of `block_size` tokens. What the blocks hold does not matter: requests may start behind
+    positions that were not computed, and share blocks where there are too few.
     """
-    length = min(tokens, max_model_len - 1, num_blocks * block_size - 1)
-    if length < 1:
-        return
-    blocks = length // block_size + 1
-    count = min(tokens // length, num_blocks // blocks)
-    steps = _Steps(make_runner(count), length, blocks)
-    steps.run([(row, 0, length, 1) for row in range(count)], range(count))
-    steps.run([(row, length, 1, 1) for row in range(count)])
 
+    def __init__(
+        self,
+        make_runner: Callable[[int], Runner],
+        *,
+        max_seqs: int,
+        max_model_len: int,
+        num_blocks: int,
+        block_size: int,
+    ) -> None:
+        self._make_runner = make_runner
+        self._max_seqs = max_seqs
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._longest = min(max_model_len, num_blocks * block_size) - 1  # so that one token more can be decoded
 
-def warm_up_kernels(
-    make_runner: Callable[[int], Runner],
-    tokens: int,
-    max_seqs: int,
-    max_model_len: int,
-    num_blocks: int,
-    block_size: int,
-) -> None:
-    """Steps of all kinds and sizes up to `tokens` and `max_seqs`, for kernels that are compiled when they first run.
+    def largest_step(self, tokens: int) -> None:
+        """Prefill `tokens` of as many requests as that takes, and decode; less where no request may be so long."""
+        length = min(tokens, self._longest)
+        if length < 1:
+            return
+        count = min(tokens // length, self._max_seqs)
+        steps = self._steps(count, length)
+        steps.run([(row, 0, length, 1) for row in range(count)], range(count))
+        steps.run([(row, length, 1, 1) for row in range(count)])
 
-    Products, attention and sampling may be computed in another way for each power of 2 of rows. Raises nothing where
-    context or pool are too small for a step: it is left out.
-    """
-    length = min(tokens // 2, max_model_len - 1, num_blocks * block_size // 2 - 1)
-    if length < 1:
-        return
-    blocks = length // block_size + 1
-    steps = _Steps(make_runner(2), length, blocks)
-    for sampling in (_GREEDY, _EVERYTHING):
-        steps.run([(0, 0, length, 1), (1, 0, length, 1)], [0, 1], sampling)
-        steps.run([(0, length, 1, 1), (1, length, 1, 1)])
-    for size in _powers_of_2(length):
-        steps.run([(0, 0, size, 0)], [0])
-        if length > size:
-            steps.run([(1, 0, length - size, 0)], [1])
-            steps.run([(1, length - size, size, 0)])  # the same behind a long prefix
-    if length > 2:
-        steps.run([(0, 0, length - 1, 0)], [0])
-        steps.run([(1, 0, length - 1, 0), (0, length - 1, 1, 1)], [1])  # a chunk beside a decode
-    most = min(max_seqs, tokens, num_blocks)
-    steps = _Steps(make_runner(most), 1, 1)
-    for rows in _powers_of_2(most):
+    def compile_kernels(self, tokens: int) -> None:
+        """Steps of all kinds and sizes up to `tokens`, for kernels that are compiled when they first run.
+
+        Products, attention and sampling may be computed in another way for each power of 2 of rows, and attention also
+        for long contexts. What graphs are captured for later is among these steps, and what there is no graph for.
+        """
+        longest = self._longest
+        if longest < 1:
+            return
+        steps = self._steps(2, longest)
+        half = min(max(tokens // 2, 1), longest)
         for sampling in (_GREEDY, _EVERYTHING):
-            steps.run([(row, 0, 1, 1) for row in range(rows)], range(rows), sampling)
+            steps.run([(row, longest - half, half, 1) for row in (0, 1)], [0, 1], sampling)
+            steps.run([(row, longest, 1, 1) for row in (0, 1)])
+        for count in _powers_of_2(min(tokens, longest)):
+            steps.run([(0, 0, count, 0)], [0], _SCORED)
+            steps.run([(1, longest - count, count, 0)], [1])
+        steps.run([(1, longest - half, half, 0), (0, longest - 1, 1, 1)], [0, 1])  # a chunk beside a decode
+        most = min(self._max_seqs, tokens)
+        steps = self._steps(most, 1)
+        for rows in _powers_of_2(most):
+            for sampling in (_GREEDY, _EVERYTHING):
+                steps.run([(row, 0, 1, 1) for row in range(rows)], range(rows), sampling)
+
+    def _steps(self, rows: int, length: int) -> "_Steps":
+        return _Steps(self._make_runner(rows), length, length // self._block_size + 1, self._num_blocks)
 
 
 def _powers_of_2(most: int) -> list[int]:
@@ -84,12 +95,13 @@ def _powers_of_2(most: int) -> list[int]:
 
 
 class _Steps:
-    """Plans for a runner; each row's request has `length` tokens, and `blocks` of the pool."""
+    """Plans for a runner; each row's request has `length` tokens, and `blocks` of the pool's `num_blocks`."""
 
-    def __init__(self, runner: Runner, length: int, blocks: int) -> None:
+    def __init__(self, runner: Runner, length: int, blocks: int, num_blocks: int) -> None:
         self._runner = runner
         self._length = length
         self._blocks = blocks
+        self._num_blocks = num_blocks
         self._step = 0
         self._used: set[int] = set()
 
@@ -105,5 +117,5 @@ class _Steps:
         self._step += 1
 
     def _new(self, row: int, sampling: SamplingSpec) -> NewRow:
-        table = range(row * self._blocks, (row + 1) * self._blocks)
+        table = (block % self._num_blocks for block in range(row * self._blocks, (row + 1) * self._blocks))
         return NewRow(row, pack_ints([0] * self._length), self._length, pack_ints(table), sampling)

@@ -17,12 +17,13 @@ from gpu_workers.gpu_memory import GpuMemory
 from gpu_workers.grammars import Grammars
 from gpu_workers.runner import Runner
 from gpu_workers.step_loop import run_plans
-from gpu_workers.warm_up import warm_up, warm_up_kernels
+from gpu_workers.warm_up import WarmUp
 from gpu_workers.weights.loader import load_model
 from ipc.channels import BlockingDealer
 from ipc.codec import Decoder
 from ipc.control import Control, StartError
 from ipc.engine_messages import ToWorker, WorkerReady
+from ipc.process_usage import UsageMeter
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Worker:
             settings.threads,
             deterministic=bool(settings.deterministic),
             kernels=settings.kernels,
-            quantized=config.model.quantization == "auto",
+            quantized=config.model.quantization != "none",
             kv_dtype=config.model.kv_dtype,
             progress=control.stage,
             cpus=spec.cpus,
@@ -69,24 +70,17 @@ class Worker:
         assert config.scheduler.max_seqs is not None
         assert config.scheduler.max_step_tokens is not None
         control.stage("compiling kernels, warming up" if memory else "warming up")
-        sizes = {
-            "max_model_len": config.model.max_model_len or spec.arch.max_position,
-            "num_blocks": spec.num_blocks,
-            "block_size": config.scheduler.block_size,
-        }
-        if memory is not None:
-            warm_up_kernels(
-                self._make_runner,
-                tokens=config.scheduler.max_step_tokens,
-                max_seqs=config.scheduler.max_seqs,
-                **sizes,
-            )
-        with taking("the largest step"):
-            warm_up(
-                self._make_runner,
-                tokens=config.scheduler.max_step_tokens if memory else _WARM_UP_TOKENS,
-                **sizes,
-            )
+        warm_up = WarmUp(
+            self._make_runner,
+            max_seqs=config.scheduler.max_seqs,
+            max_model_len=config.model.max_model_len or spec.arch.max_position,
+            num_blocks=spec.num_blocks,
+            block_size=config.scheduler.block_size,
+        )
+        with taking("kernels and the largest step"):
+            if memory is not None:
+                warm_up.compile_kernels(config.scheduler.max_step_tokens)
+            warm_up.largest_step(config.scheduler.max_step_tokens if memory else _WARM_UP_TOKENS)
         # The last runner made: a device backend keeps what belongs to one, its graphs among it.
         self._runner = self._make_runner(config.scheduler.max_seqs)
         sequences = graph_buckets(settings.max_graph_seqs or 0)
@@ -127,9 +121,11 @@ class Worker:
         link.send(WorkerReady(spec.index, spec.num_blocks, spec.num_host_blocks, spec.after_crash))
         self._control.ready()
         try:
-            return run_plans(link, self._runner, stop)
+            return run_plans(link, self._runner, stop, UsageMeter(f"worker-{spec.index}"))
         finally:
             link.close()
+            self._comm.close()
+            gc.unfreeze()  # else what is frozen is never freed, and Triton's bindings list all of theirs on stderr
 
 
 def _bind_this_thread(cpus: Sequence[int]) -> None:

@@ -1,14 +1,16 @@
 """The op set in plain torch operations on a CPU, with rows that do not depend on the batch they are computed in.
 
 What makes a row's bits depend on the other rows is a library that picks its kernel, and with it the order of the sums,
-by the number of rows. Measured with torch 2.13 on an AVX2 machine, float32, 1 to 600 rows, 1 and 2 threads:
+by the number of rows. Measured with torch 2.13 on an AVX2 machine, float32, 1 to 600 rows, 1 and 2 threads, and on one
+with AMX, 1 to 3 threads:
 
 - MKL (`torch.mm`, `F.linear`, `torch.bmm`): 1, 2 and 3 rows differ from all others, as do the 1 to 3 rows that are left
   over where it splits 5, 6, 7, 9, 10 or 11 rows between two threads. A multiple of 4 rows, by a multiple of 4 columns,
   is computed alike; where 3 or 4 threads divide 40 columns between them it is not, hence a multiple of 16 for weights.
+  With AVX-512 that is not enough: products of always 32 rows are computed alike, always 64 are not.
 - oneDNN with weights packed for 32 rows: identical for every number of rows and threads (with AVX-512, from two rows
   on), and the fastest for few rows, as it reads the weights once (a padded MKL product splits the rows, so each thread
-  reads them all).
+  reads them all). Not so bfloat16 with AMX, for more rows than the weights are packed for: up to those it is.
 - torch's reductions over the last axis, and exp and tanh: identical everywhere. silu, sigmoid and gelu are not: up to
   15 elements at the end of each thread's share take another path. They are composed of exp and tanh here.
 
@@ -29,6 +31,7 @@ from gpu_workers.comm import Comm
 
 _LEAST_PACKED_ROWS = 4  # with AVX-512, oneDNN takes another kernel for a single row of some shapes
 _PACKED_ROWS = 32  # the row count oneDNN lays weights out for; at 1 it takes another kernel for single rows
+_MKL_ROWS = 32  # of each product of unpacked weights
 
 
 @dataclass(slots=True, frozen=True)
@@ -148,16 +151,22 @@ class TorchCpuBackend(Backend):
 
     def linear(self, x: torch.Tensor, weight: Linear) -> torch.Tensor:
         x = x.to(weight.operand)
-        rows = x.shape[0]
-        if self._packed:
-            if self._deterministic and rows < _LEAST_PACKED_ROWS:
-                x = F.pad(x, (0, 0, 0, _LEAST_PACKED_ROWS - rows))
-            y = torch.ops.mkldnn._linear_pointwise(x, weight.weight, weight.bias, "none", [], "")[:rows]
+        if not self._packed:
+            most, least = _MKL_ROWS, _MKL_ROWS
         else:
-            padding = -rows % 4 if self._deterministic else 0
-            y = F.linear(F.pad(x, (0, 0, 0, padding)) if padding else x, weight.weight, weight.bias)
-            y = y[:rows, : weight.features]
-        return y.to(weight.out_dtype)  # type: ignore[no-any-return]
+            most, least = _PACKED_ROWS if weight.operand == torch.bfloat16 else x.shape[0], _LEAST_PACKED_ROWS
+        if not self._deterministic or (least <= x.shape[0] <= most):
+            y = self._product(x, weight)
+        else:
+            y = torch.cat([self._product(_padded(rows, least), weight)[: len(rows)] for rows in torch.split(x, most)])
+        return y.to(weight.out_dtype)
+
+    def _product(self, x: torch.Tensor, weight: Linear) -> torch.Tensor:
+        y: torch.Tensor
+        if self._packed:
+            y = torch.ops.mkldnn._linear_pointwise(x, weight.weight, weight.bias, "none", [], "")
+            return y
+        return F.linear(x, weight.weight, weight.bias)[:, : weight.features]
 
     def rope_and_write(
         self, qkv: torch.Tensor, num_heads: int, kv: PagedKV, layer: int, batch: ForwardBatch
@@ -198,6 +207,11 @@ class TorchCpuBackend(Backend):
             return activated.mul_(up)
         # A bfloat16 model rounds the activation before the product, and the product.
         return activated.to(self.dtype).mul_(up.to(self.dtype))
+
+
+def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """With rows of zeros up to so many."""
+    return F.pad(x, (0, 0, 0, rows - len(x))) if len(x) < rows else x
 
 
 def _as_tensor(weight: LoadedWeight) -> torch.Tensor:

@@ -14,21 +14,25 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from gpu_workers.backend import Backend, Compiled, LoadedWeight
 from gpu_workers.backends.triton_graphs import GraphCompiled, buckets_of
 from gpu_workers.backends.triton_inputs import GpuBatch, StepInputs
 from gpu_workers.backends.triton_kv import GpuHostKV, GpuKV
 from gpu_workers.backends.triton_sampling import DeviceSampler
+from gpu_workers.backends.triton_transfer import Download
 from gpu_workers.clock import HostClock, StreamClock
 from gpu_workers.comm import Comm
 from gpu_workers.drawn import Drawn
 from gpu_workers.prepare import PreparedStep
-from gpu_workers.rows import Rows
+from gpu_workers.prompt_scores import TokenScores
+from gpu_workers.rows import Ints, Rows
 from gpu_workers.sampling import PackedMask, SamplingBatch, TokenMask
 from gpu_workers.weights.quantized import QuantizedWeight
 from ipc.control import StartError
 from kernels.gpu.activation import gated_activation
+from kernels.gpu.attention_tile import HEAD_STEP, LARGEST_HEAD
 from kernels.gpu.decode_attention import decode_attention
 from kernels.gpu.embedding import embed
 from kernels.gpu.matmul import matmul
@@ -36,10 +40,9 @@ from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.pack import PackedIntegers, largest_group, pack_integers
 from kernels.gpu.prefill_attention import prefill_attention
 from kernels.gpu.rope import rope_and_write
+from kernels.gpu.sampling import log_probabilities
 from kernels.gpu.tables import choose
 from kernels.gpu.weight_only import weight_only_matmul
-
-_LARGEST_HEAD = 256
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,6 +74,7 @@ class TritonBackend(Backend):
         self._cos = self._sin = torch.empty(0)
         self._inputs: StepInputs | None = None
         self._sampler: DeviceSampler | None = None
+        self._score_download = Download(device)
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -106,15 +110,18 @@ class TritonBackend(Backend):
         self._cos, self._sin = (table.float().contiguous().to(self.device) for table in (cos, sin))
 
     def allocate_kv(self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> GpuKV:
-        if head_dim % 16 or head_dim > _LARGEST_HEAD:
+        if head_dim % HEAD_STEP or head_dim > LARGEST_HEAD:
             raise StartError(
-                f"This model's heads have {head_dim} dimensions; the GPU kernels take multiples of 16 up to "
-                f"{_LARGEST_HEAD}."
+                f"This model's heads have {head_dim} dimensions; the GPU kernels take multiples of {HEAD_STEP} up to "
+                f"{LARGEST_HEAD}."
             )
         return GpuKV.allocate(num_layers, num_blocks, block_size, num_kv_heads, head_dim, self._kv_dtype, self.device)
 
     def allocate_host_kv(self, kv: GpuKV, num_blocks: int) -> GpuHostKV:
         return GpuHostKV(kv, num_blocks)
+
+    def begin_copies(self, host_kv: GpuHostKV) -> None:
+        host_kv.begin_copies()
 
     def copy_blocks_out(self, kv: GpuKV, host_kv: GpuHostKV, pairs: torch.Tensor) -> None:
         host_kv.copy_out(kv, pairs)
@@ -160,6 +167,15 @@ class TritonBackend(Backend):
             return self._sampler.greedy(logits, batch)
         assert not isinstance(mask, TokenMask), "a backend that overlaps is given packed masks"
         return self._sampler.draw(logits, batch, settings, mask)
+
+    def score(self, logits: torch.Tensor, token_ids: Ints, k: int) -> TokenScores:
+        # A copy, also where the device is this CPU: kernels are compiled for addresses that divide by 16.
+        there = torch.from_numpy(token_ids).to(self.device, copy=True)
+        chosen, top_ids, top_values, ranks = log_probabilities(logits, there, top=k)
+        return TokenScores(chosen, ranks, top_ids, top_values)
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[NDArray[Any]]]:
+        return self._score_download.start(tensors).wait
 
     # --- ops ---------------------------------------------------------------------------------------------------------
 
@@ -230,34 +246,29 @@ class TritonBackend(Backend):
             "window": window,
             "k_scales": key_scales,
             "v_scales": value_scales,
+            "max_context": batch.max_context,
         }
         out = torch.empty_like(q)
-        # With one order of sums for all rows, decodes are computed as prefill rows are.
-        decodes = 0 if self._deterministic else batch.num_decodes
+        decodes = batch.num_decodes
         if decodes:
-            decode_attention(
-                q[:decodes],
-                keys,
-                values,
-                tables[:decodes],
-                batch.context_lens[:decodes],
-                max_context=batch.max_context,
-                out=out[:decodes],
-                **shared,
-            )
+            ours = q[:decodes], keys, values, tables[:decodes]
+            contexts, shared["out"] = batch.context_lens[:decodes], out[:decodes]
+            if self._deterministic:  # with the order of sums that prefill rows have; apart, so that they can be split
+                starts = batch.query_starts[: decodes + 1]
+                prefill_attention(*ours, starts, contexts, max_query_len=1, deterministic=True, **shared)
+            else:
+                decode_attention(*ours, contexts, **shared)
         if decodes < len(tables):
             prefill_attention(
                 q[decodes:],
                 keys,
                 values,
                 tables[decodes:],
-                batch.query_starts if self._deterministic else chunk_starts,
+                chunk_starts,
                 batch.context_lens[decodes:],
-                max_query_len=max(batch.longest_chunk, 1),
+                max_query_len=batch.longest_chunk,
                 deterministic=self._deterministic,
-                max_context=batch.max_context,
-                out=out[decodes:],
-                **shared,
+                **(shared | {"out": out[decodes:]}),
             )
         return out.flatten(1)
 

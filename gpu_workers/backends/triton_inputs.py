@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from gpu_workers.rows import Ints, Rows, int32_columns
 from kernels.gpu.embedding import input_ids
 
 _PADDING_SLOT = -1  # nothing is written
+_OF_BUCKETS = ("token_ids", "token_rows", "context_lens", "positions", "slots", "rows")  # sent for a graph's batch
 
 
 @dataclass(slots=True, frozen=True)
@@ -110,8 +112,8 @@ class StepInputs:
     def use_graphs(self, buckets: Sequence[Bucket]) -> None:
         """From now on, decode batches that fit one of `buckets`, the smallest first, are filled up to it."""
         largest = max(bucket.sequences for bucket in buckets)
-        # Of each sequence 4 int32 and 3 int64, in seven arrays.
-        self._graph_upload = Upload(self._device, fixed_bytes=largest * 40 + 7 * 16)
+        # Of each sequence 3 int32 and 3 int64, in six arrays.
+        self._graph_upload = Upload(self._device, fixed_bytes=largest * 36 + 6 * 16)
         self._numbers = torch.arange(largest, device=self._device)
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=self._device)
         self._buckets = buckets
@@ -135,33 +137,22 @@ class StepInputs:
                 return PreparedStep(self._fill_bucket(flat, bucket), sampling_rows)
         last_tokens = np.empty(len(columns), dtype=np.int64)
         last_tokens[order] = flat.query_starts[1:] - 1
-        token_ids, token_rows, positions, slots, rows, context_lens, query_starts, logits_rows, sampled = (
-            self._upload.send(
-                [
-                    flat.token_ids,
-                    flat.token_rows,
-                    flat.positions,
-                    flat.slots,
-                    flat.rows.astype(np.int64),
-                    flat.context_lens.astype(np.int32),
-                    flat.query_starts.astype(np.int32),
-                    last_tokens[samples],
-                    sampling_rows.astype(np.int64),
-                ]
-            )
+        fields = self._on_device(
+            self._upload,
+            {
+                "token_ids": flat.token_ids,
+                "token_rows": flat.token_rows,
+                "positions": flat.positions,
+                "slots": flat.slots,
+                "rows": flat.rows.astype(np.int64),
+                "context_lens": flat.context_lens.astype(np.int32),
+                "query_starts": flat.query_starts.astype(np.int32),
+                "logits_rows": last_tokens[samples],
+                "sampling_rows": sampling_rows.astype(np.int64),
+            },
         )
         batch = GpuBatch(
-            token_ids=token_ids,
-            token_rows=token_rows,
-            positions=positions,
-            slots=slots,
-            rows=rows,
-            context_lens=context_lens,
-            query_starts=query_starts,
-            logits_rows=logits_rows,
-            sampling_rows=sampled,
-            tables=self._tables,
-            last_tokens=self._last_tokens,
+            **fields,
             num_decodes=num_decodes,
             longest_chunk=int(columns[:, 2].max()) if num_decodes < len(columns) else 0,
             max_context=longest,
@@ -204,24 +195,22 @@ class StepInputs:
 
     def _bucket_batch(self, arrays: Sequence[Array], bucket: Bucket, sequences: int) -> GpuBatch:
         assert self._graph_upload is not None
-        token_ids, token_rows, context_lens, positions, slots, rows = self._graph_upload.send(arrays)
+        fields = self._on_device(self._graph_upload, dict(zip(_OF_BUCKETS, arrays, strict=True)))
         return GpuBatch(
-            token_ids=token_ids,
-            token_rows=token_rows,
-            positions=positions,
-            slots=slots,
-            rows=rows,
-            context_lens=context_lens,
+            **fields,
             query_starts=self._starts[: bucket.sequences + 1],
             logits_rows=self._numbers[: bucket.sequences],  # in a graph all of them, padding too
-            sampling_rows=rows[:sequences],
-            tables=self._tables,
-            last_tokens=self._last_tokens,
+            sampling_rows=fields["rows"][:sequences],
             num_decodes=bucket.sequences,
             longest_chunk=0,
             max_context=bucket.max_context,
             bucket=bucket,
         )
+
+    def _on_device(self, upload: Upload, arrays: dict[str, Array]) -> dict[str, Any]:
+        """These fields of a batch, sent, and those that all batches share."""
+        sent = dict(zip(arrays, upload.send(list(arrays.values())), strict=True))
+        return sent | {"tables": self._tables, "last_tokens": self._last_tokens}
 
 
 def _places(counts: Ints, order: NDArray[np.intp]) -> NDArray[np.int64]:

@@ -1,8 +1,12 @@
 """The paged KV pool on a GPU, and blocks of it in pinned host memory."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+
+from gpu_workers.backends.pinned_memory import pinned_zeros
 
 # Copied before the next ones are started: a copy of a block, whose layers lie apart, takes as much device memory again.
 _BLOCKS_AT_ONCE = 16
@@ -62,44 +66,42 @@ class GpuKV:
 class GpuHostKV:
     """Blocks as bytes [blocks, 2, layers, bytes], pinned, and copies on a stream of their own.
 
-    A copy waits for all that was started on the device before it: forwards that wrote what it reads among them.
+    A copy waits for what was launched before `begin_copies`: forwards that wrote what it reads, or read what it writes.
     """
 
     def __init__(self, kv: GpuKV, num_blocks: int) -> None:
-        pinned = kv.pool.device.type == "cuda"
-        self._stream = torch.cuda.Stream() if pinned else None  # type: ignore[no-untyped-call]
-        self._main = torch.cuda.current_stream() if pinned else None
-        self._blocks = [
-            torch.zeros(num_blocks, *part.shape[:2], part.shape[3], dtype=torch.uint8, pin_memory=pinned)
-            for part in kv.parts()
-        ]
+        on_gpu = kv.pool.device.type == "cuda"
+        self._stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._launched: torch.cuda.Event | None = None
+        zeros = pinned_zeros if on_gpu else partial(torch.zeros, dtype=torch.uint8)
+        self._blocks = [zeros((num_blocks, *part.shape[:2], part.shape[3])) for part in kv.parts()]
+
+    def begin_copies(self) -> None:
+        """See `Backend.begin_copies`."""
+        if self._stream is not None:
+            # When a copy's own thread gets to it, the forward that it is to run beside may have been launched, too.
+            self._launched = torch.cuda.current_stream().record_event()
 
     def copy_out(self, kv: GpuKV, pairs: torch.Tensor) -> None:
         """`pairs` [N, 2]: KV block id, host block id. Complete when it returns."""
-        with torch.cuda.stream(self._stream):
-            self._wait_for_forwards()
-            for start in range(0, len(pairs), _BLOCKS_AT_ONCE):
-                some = pairs[start : start + _BLOCKS_AT_ONCE]
-                for here, part in zip(self._blocks, kv.parts(), strict=True):
-                    for block, host_block in some.tolist():
-                        here[host_block].copy_(part[:, :, block], non_blocking=True)
-                self._finish()
+        for some in self._in_turn(pairs):
+            for here, part in zip(self._blocks, kv.parts(), strict=True):
+                for block, host_block in some:
+                    here[host_block].copy_(part[:, :, block], non_blocking=True)
 
     def copy_in(self, kv: GpuKV, pairs: torch.Tensor) -> None:
         """`pairs` [N, 2]: host block id, KV block id. Complete when it returns."""
+        for some in self._in_turn(pairs):
+            for here, part in zip(self._blocks, kv.parts(), strict=True):
+                for host_block, block in some:
+                    part[:, :, block].copy_(here[host_block], non_blocking=True)
+
+    def _in_turn(self, pairs: torch.Tensor) -> Iterator[list[list[int]]]:
+        """A few pairs at a time, to be copied on the copies' stream; the last ones are copied when it ends."""
         with torch.cuda.stream(self._stream):
-            self._wait_for_forwards()
+            if self._stream is not None and self._launched is not None:
+                self._stream.wait_event(self._launched)
             for start in range(0, len(pairs), _BLOCKS_AT_ONCE):
-                some = pairs[start : start + _BLOCKS_AT_ONCE]
-                for here, part in zip(self._blocks, kv.parts(), strict=True):
-                    for host_block, block in some.tolist():
-                        part[:, :, block].copy_(here[host_block], non_blocking=True)
-                self._finish()
-
-    def _wait_for_forwards(self) -> None:
-        if self._stream is not None and self._main is not None:
-            self._stream.wait_stream(self._main)
-
-    def _finish(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
+                yield pairs[start : start + _BLOCKS_AT_ONCE].tolist()
+                if self._stream is not None:
+                    self._stream.synchronize()

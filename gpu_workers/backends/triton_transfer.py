@@ -27,6 +27,8 @@ class Upload:
     def __init__(self, device: torch.device, fixed_bytes: int = 0) -> None:
         self._device = device
         self._fixed = bool(fixed_bytes)
+        # When each piece of host memory had been read: steps that compute nothing are not waited for otherwise.
+        self._read = [torch.cuda.Event() for _ in range(2)] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
         self._grow(fixed_bytes or _LEAST_BYTES)
 
     def _grow(self, num_bytes: int) -> None:
@@ -44,10 +46,15 @@ class Upload:
             self._grow(2 * total)
         host = self._host[0]
         self._host.reverse()
+        if self._read:
+            self._read[0].synchronize()
+            self._read.reverse()
         octets = host.numpy()
         for array, offset in zip(arrays, offsets, strict=True):
             octets[offset : offset + array.nbytes] = array.view(np.uint8).reshape(-1)
         self._there[:total].copy_(host[:total], non_blocking=True)
+        if self._read:
+            self._read[-1].record()
         return [
             self._there[offset : offset + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
             for array, offset in zip(arrays, offsets, strict=True)

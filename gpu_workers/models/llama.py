@@ -1,8 +1,8 @@
 """Llama and its relatives (Mistral, Qwen2): pre-norm decoder with grouped-query attention, RoPE and a gated MLP.
 
 Llama 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024). What differs between them (biases, head size, rope
-settings, sliding windows, tied embeddings) is in `ModelArch`. Under tensor parallelism each rank has the query heads of
-some KV groups, a slice of the MLP and a slice of the vocabulary (Shoeybi et al. 2019).
+settings, sliding windows, tied embeddings) is in `ModelArch`. Under tensor parallelism each rank has some heads, a
+slice of the MLP and a slice of the vocabulary: see `config.shards`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from config.schema import ModelArch
+from config.shards import Span, most_ranks, shard
 from gpu_workers.backend import Array, Backend, LoadedWeight, Weight
 from gpu_workers.batch import ForwardBatch
 from gpu_workers.comm import Comm
@@ -48,16 +49,13 @@ class LlamaModel:
         self.arch = arch
         self.backend = backend
         self.comm = comm
-        self.num_heads = arch.num_heads // comm.size
-        self.num_kv_heads = arch.num_kv_heads // comm.size
-        self._vocab_shard = -(-arch.vocab_size // comm.size)
-        self._vocab_start = comm.rank * self._vocab_shard
+        self._shard = shard(arch, comm.rank, comm.size)
         expected = expected_tensors(arch)
         weights.require(expected)
         weights.forbid_others(expected, ignored=_is_derived)
         self._load_rope(weights, max_length or arch.max_position)
-        table = self._vocabulary_rows(self._take(weights, "model.embed_tokens.weight"))
-        head = None if arch.tie_embeddings else self._vocabulary_rows(self._take(weights, "lm_head.weight"))
+        table = self._vocabulary_rows(self._take(weights, "model.embed_tokens.weight", 8))
+        head = None if arch.tie_embeddings else self._vocabulary_rows(self._take(weights, "lm_head.weight", 8))
         self._embedding, self._head = backend.load_vocabulary(table, head)
         del table, head
         self._norm = backend.load_norm(weights.take("model.norm.weight"))
@@ -90,52 +88,46 @@ class LlamaModel:
         arch, backend = self.arch, self.backend
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        inner = self._shard.mlp
+        queries, keys = (span.times(arch.head_dim) for span in (self._shard.heads, self._shard.kv_heads))
+        qkv = {attention + "q_proj": queries, attention + "k_proj": keys, attention + "v_proj": keys}
+        gate_up = {mlp + "gate_proj": inner, mlp + "up_proj": inner}
         return _Layer(
             attention_norm=backend.load_norm(weights.take(prefix + "input_layernorm.weight")),
-            qkv=backend.load_linear(
-                *self._column_parallel(weights, [f"{attention}{name}_proj" for name in "qkv"], arch.qkv_bias)
-            ),
-            output=self._row_parallel(weights, attention + "o_proj", arch.o_bias),
+            qkv=backend.load_linear(*self._column_parallel(weights, qkv, arch.qkv_bias)),
+            output=self._row_parallel(weights, attention + "o_proj", queries, arch.o_bias),
             mlp_norm=backend.load_norm(weights.take(prefix + "post_attention_layernorm.weight")),
-            gate_up=backend.load_gated_linear(
-                *self._column_parallel(weights, [mlp + "gate_proj", mlp + "up_proj"], arch.mlp_bias)
-            ),
-            down=self._row_parallel(weights, mlp + "down_proj", arch.mlp_bias),
+            gate_up=backend.load_gated_linear(*self._column_parallel(weights, gate_up, arch.mlp_bias)),
+            down=self._row_parallel(weights, mlp + "down_proj", inner, arch.mlp_bias),
             window=arch.windows[index] if arch.windows else 0,
         )
 
     def _column_parallel(
-        self, weights: Weights, names: list[str], has_bias: bool
+        self, weights: Weights, outputs: dict[str, Span], has_bias: bool
     ) -> tuple[LoadedWeight, torch.Tensor | None]:
-        """Weight and bias of several linears of the same input as one, of each this rank's slice of the outputs."""
-        parts = [self._slice(self._take(weights, f"{name}.weight"), 0) for name in names]
+        """Weight and bias of several linears of the same input as one, of each the outputs that are named with it."""
+        parts = [_narrow(self._take(weights, f"{name}.weight"), 0, span) for name, span in outputs.items()]
         bias = None
         if has_bias:
-            bias = torch.cat([_narrow(weights.take(f"{name}.bias"), 0, self.comm) for name in names])
+            biases = {name: weights.take(f"{name}.bias") for name in outputs}
+            bias = torch.cat([biases[name].narrow(0, span.start, span.count) for name, span in outputs.items()])
         return _merge(parts), bias
 
-    def _row_parallel(self, weights: Weights, name: str, has_bias: bool) -> Weight:
-        """This rank's slice of the input features: its result is a summand of the whole."""
+    def _row_parallel(self, weights: Weights, name: str, inputs: Span, has_bias: bool) -> Weight:
+        """The linear's part for `inputs`: its result is a summand of the whole."""
         bias = weights.take(f"{name}.bias") if has_bias and self.comm.rank == 0 else None
-        weight = self._slice(self._take(weights, f"{name}.weight"), 1)
+        weight = _narrow(self._take(weights, f"{name}.weight"), 1, inputs)
         return self.backend.load_linear(weight, bias, partial=self.comm.size > 1)
 
-    def _take(self, weights: Weights, name: str) -> LoadedWeight:
-        """In integers, where the checkpoint has them and the backend multiplies them."""
-        quantized = weights.take_quantized(name) if self.backend.takes_quantized else None
+    def _take(self, weights: Weights, name: str, least_bits: int = 4) -> LoadedWeight:
+        """In integers, where the checkpoint has them, or they are asked for, and the backend multiplies them."""
+        quantized = weights.take_quantized(name, least_bits) if self.backend.takes_quantized else None
         return weights.take(name) if quantized is None else quantized
 
-    def _slice(self, weight: LoadedWeight, axis: int) -> LoadedWeight:
-        if isinstance(weight, QuantizedWeight) and axis == 1 and weight.shape[1] // self.comm.size % GROUP:
-            weight = weight.dequantize()  # the ranks' shares would split groups
-        sliced: LoadedWeight = _narrow(weight, axis, self.comm)
-        return sliced
-
     def _vocabulary_rows(self, weight: LoadedWeight) -> LoadedWeight:
-        """This rank's rows; the last rank's are filled up with zeros where the ranks don't divide the vocabulary."""
-        count = min(self._vocab_shard, weight.shape[0] - self._vocab_start)
-        rows = weight.narrow(0, self._vocab_start, count)
-        missing = self._vocab_shard - count
+        """This rank's rows; filled up with zeros where the ranks don't divide the vocabulary."""
+        rows = _narrow(weight, 0, self._shard.vocab)
+        missing = self._shard.vocab_rows - self._shard.vocab.count
         if not missing:
             return rows
         return rows.pad_rows(missing) if isinstance(rows, QuantizedWeight) else F.pad(rows, (0, 0, 0, missing))
@@ -145,7 +137,8 @@ class LlamaModel:
     def allocate_kv(self, num_blocks: int, block_size: int) -> Any:
         """This rank's KV pool, for `forward`."""
         arch = self.arch
-        return self.backend.allocate_kv(arch.num_layers, num_blocks, block_size, self.num_kv_heads, arch.head_dim)
+        kv_heads = self._shard.kv_heads.count
+        return self.backend.allocate_kv(arch.num_layers, num_blocks, block_size, kv_heads, arch.head_dim)
 
     def capture(self, rows: Rows, kv: Any, sequences: Sequence[int], progress: Callable[[float], None]) -> None:
         """See `Backend.capture`."""
@@ -189,7 +182,7 @@ class LlamaModel:
         for index, layer in enumerate(self._layers):
             if index > 0:
                 x, residual = backend.add_rms_norm(x, residual, layer.attention_norm, eps)
-            q = backend.rope_and_write(backend.linear(x, layer.qkv), self.num_heads, kv, index, batch)
+            q = backend.rope_and_write(backend.linear(x, layer.qkv), self._shard.heads.count, kv, index, batch)
             x = backend.attention(q, kv, index, batch, layer.window)
             x = self._sum_over_ranks(backend.linear(x, layer.output))
             x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, eps)
@@ -207,34 +200,34 @@ class LlamaModel:
         return self.backend.logits(states, self._head)
 
     def _embed(self, batch: ForwardBatch) -> Array:
-        rows = self.backend.embed(self._embedding, batch, self._vocab_start)
+        rows = self.backend.embed(self._embedding, batch, self._shard.vocab.start)
         return self._sum_over_ranks(rows)
 
     def _sum_over_ranks(self, x: Array) -> Array:
         return x if self.comm.size == 1 else self.backend.all_reduce(x, self.comm)
 
 
-def _narrow(weight: Any, axis: int, comm: Comm) -> Any:
-    size = weight.shape[axis] // comm.size
-    return weight.narrow(axis, comm.rank * size, size)
+def _narrow(weight: LoadedWeight, axis: int, span: Span) -> LoadedWeight:
+    if isinstance(weight, QuantizedWeight) and axis == 1 and (span.start % GROUP or span.count % GROUP):
+        weight = weight.dequantize().bfloat16()  # the slice would split groups
+    narrowed: LoadedWeight = weight.narrow(axis, span.start, span.count)
+    return narrowed
 
 
 def _merge(parts: list[LoadedWeight]) -> LoadedWeight:
-    """The rows of all parts; of parts in different formats, in floating point."""
+    """The rows of all parts; of parts in different formats, in floating point (`config.weight_formats` knows that)."""
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
     if len(quantized) == len(parts) and len({part.bits for part in quantized}) == 1:
         return cat(quantized)
-    return torch.cat([part.dequantize() if isinstance(part, QuantizedWeight) else part for part in parts])
+    return torch.cat([part.dequantize().bfloat16() if isinstance(part, QuantizedWeight) else part for part in parts])
 
 
 def check_tensor_parallel(arch: ModelArch, size: int) -> None:
-    """StartError, with the values that would do, when `arch` can't be split evenly over `size` ranks."""
-    sizes = (arch.num_kv_heads, arch.num_heads, arch.intermediate_size)
-    if any(count % size for count in sizes):
-        valid = [str(n) for n in range(1, arch.num_kv_heads + 1) if not any(count % n for count in sizes)]
+    """StartError, with the values that would do, when `arch` has not a part for each of `size` ranks."""
+    if size > most_ranks(arch):
         raise StartError(
-            f"--tp {size} does not divide this model's {arch.num_kv_heads} KV heads, {arch.num_heads} attention heads "
-            f"and intermediate size {arch.intermediate_size} evenly; valid values: {', '.join(valid)}."
+            f"--tp {size} is more than this model's {arch.num_heads} attention heads, or the {arch.intermediate_size} "
+            f"columns of its MLP; valid values: 1 to {most_ranks(arch)}."
         )
 
 

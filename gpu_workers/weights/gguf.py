@@ -1,6 +1,8 @@
 """Tensors from a GGUF file, under their Hugging Face names and in the Hugging Face order of rows.
 
-Block formats: github.com/ggml-org/ggml/blob/master/src/ggml-common.h; a block holds 32 consecutive elements of a row.
+Block formats: github.com/ggml-org/ggml/blob/master/src/ggml-common.h; a block holds 32 consecutive elements of a row,
+one of K-quants 256. Those whose elements come in groups of 32, of 4 or 8 bits, can be multiplied as they are. The
+others (Q2_K, Q3_K, Q5_K, Q6_K, Q5_0, Q5_1, IQ4_NL, IQ4_XS) are dequantized by the `gguf` package.
 """
 
 import mmap
@@ -8,6 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import torch
 
 from config.gguf_file import GGUFFile, TensorInfo
@@ -66,7 +69,7 @@ class GGUFSource:
         """
         info = self._infos[name]
         tensor = dequantize(info, self._bytes(info))
-        if info.type in _BLOCKS:
+        if info.type not in _PLAIN:
             tensor = tensor.bfloat16()
         heads = self._interleaved_heads(name)
         return tensor if heads is None else _halves_from_pairs(tensor, heads)
@@ -100,15 +103,17 @@ def dequantize(info: TensorInfo, data: torch.Tensor) -> torch.Tensor:
         return data.view(_PLAIN[info.type]).view(info.shape)
     if info.type in _BLOCKS:
         return _from_blocks(info, data).dequantize().view(info.shape)
-    raise ValueError(
-        f"tensor {info.name} has the type {info.type}, which is not supported ({', '.join([*_PLAIN, *_BLOCKS])} are)"
-    )
+    if info.type in _DEQUANTIZED:
+        rows = data.view(-1, info.num_bytes * info.shape[-1] // info.num_elements).numpy()
+        return torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[info.type])).view(info.shape)
+    supported = ", ".join([*_PLAIN, *_BLOCKS, *_DEQUANTIZED])
+    raise ValueError(f"tensor {info.name} has the type {info.type}, which is not supported ({supported} are)")
 
 
 def _from_blocks(info: TensorInfo, data: torch.Tensor) -> QuantizedWeight:
     """A tensor in quantized blocks as integers [all axes but the last, last axis]."""
-    block_bytes, decode = _BLOCKS[info.type]
-    return decode(data.view(-1, info.shape[-1] // GROUP, block_bytes))
+    elements, block_bytes, decode = _BLOCKS[info.type]
+    return decode(data.view(-1, info.shape[-1] // elements, block_bytes))
 
 
 def _half(blocks: torch.Tensor, begin: int) -> torch.Tensor:
@@ -140,9 +145,28 @@ def _q4_1(blocks: torch.Tensor) -> QuantizedWeight:
     return QuantizedWeight(4, _nibbles(blocks, 4), _half(blocks, 0), _half(blocks, 2))
 
 
+def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
+    """scale, scale of minimums, 8 pairs of 6 bits that these are multiplied by, 4 x (2 x 32) x 4 bits.
+
+    Of the 12 bytes of pairs, the first four have in their lower six bits multipliers 0 to 3 of scales, the next four
+    those of minimums; the last four have the lower halves of 4 to 7 of both, whose upper two bits top the bytes before.
+    """
+    rows = blocks.shape[0]
+    first, second, third = (blocks[..., begin : begin + 4] for begin in (4, 8, 12))
+    of_scales = torch.cat((first & 63, (third & 15) | (first >> 6 << 4)), dim=-1)
+    of_minimums = torch.cat((second & 63, (third >> 4) | (second >> 6 << 4)), dim=-1)
+    scales = _half(blocks, 0)[..., None] * of_scales
+    minimums = _half(blocks, 2)[..., None] * of_minimums
+    packed = blocks[..., 16:].reshape(rows, -1, 4, 1, GROUP)
+    codes = torch.cat((packed & 15, packed >> 4), dim=3)
+    return QuantizedWeight(4, codes.view(rows, -1), scales.view(rows, -1), -minimums.view(rows, -1))
+
+
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_BLOCKS: dict[str, tuple[int, Callable[[torch.Tensor], QuantizedWeight]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q8_0": (34, _q8_0),
+_BLOCKS: dict[str, tuple[int, int, Callable[[torch.Tensor], QuantizedWeight]]] = {  # elements, bytes, decoder
+    "Q4_0": (32, 18, _q4_0),
+    "Q4_1": (32, 20, _q4_1),
+    "Q8_0": (32, 34, _q8_0),
+    "Q4_K": (256, 144, _q4_k),
 }
+_DEQUANTIZED = ("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")

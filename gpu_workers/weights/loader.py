@@ -22,6 +22,14 @@ def open_source(path: Path) -> TensorSource:
         raise StartError(f"The weights in {path} cannot be read: {error}") from error
 
 
+def bits_of(quantization: str, backend: Backend) -> int | None:
+    """To how many bits `--quantization` rounds float matrices; StartError where the backend multiplies floats only."""
+    bits = {"int8": 8, "int4": 4}.get(quantization)
+    if bits is not None and not backend.takes_quantized:
+        raise StartError(f"--quantization {quantization} needs compiled kernels, or those of a GPU")
+    return bits
+
+
 def load_model(
     spec: ChildSpec, backend: Backend, comm: Comm, progress: Callable[[str, float | None], None]
 ) -> LlamaModel:
@@ -30,5 +38,9 @@ def load_model(
     `progress(stage, fraction)` is called as tensors arrive. StartError names the tensors that are missing, unknown or
     of the wrong shape, and the valid values of --tp where the model can't be split that way.
     """
-    weights = Weights(open_source(Path(spec.model_path)), lambda fraction: progress("loading weights", fraction))
+    weights = Weights(
+        open_source(Path(spec.model_path)),
+        lambda fraction: progress("loading weights", fraction),
+        bits_of(spec.config.model.quantization, backend),
+    )
     return model_class(spec.arch.family)(spec.arch, spec.config.model.max_model_len, weights, backend, comm)

@@ -1,15 +1,17 @@
 """What a checkpoint format offers (`TensorSource`), and how a model takes tensors from it (`Weights`)."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from gpu_workers.weights.quantized import QuantizedWeight
+from gpu_workers.weights.rounding import can_round, rounded
 from ipc.control import StartError
 
 _NAMES_SHOWN = 8
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 
 class TensorSource(Protocol):
@@ -33,9 +35,11 @@ class TensorSource(Protocol):
 class Weights:
     """Hands out tensors by name and expected shape, and keeps account of what nobody asked for."""
 
-    def __init__(self, source: TensorSource, progress: Callable[[float], None]) -> None:
+    def __init__(self, source: TensorSource, progress: Callable[[float], None], round_to: int | None = None) -> None:
+        """`round_to`: bits of the integers that `take_quantized` makes of floats; None: it makes none."""
         self._source = source
         self._progress = progress
+        self._round_to = round_to
         self._unread = set(source.shapes)
 
     def __contains__(self, name: str) -> bool:
@@ -74,16 +78,28 @@ class Weights:
         self._count(name)
         return tensor
 
-    def take_quantized(self, name: str) -> QuantizedWeight | None:
-        """The tensor `name` as integers; None where that is not how it is kept: then `take` it."""
+    def take_quantized(self, name: str, least_bits: int = 4) -> QuantizedWeight | None:
+        """The tensor `name` as integers; None where that is not how it is kept: then `take` it.
+
+        Floats are not rounded to fewer than `least_bits`.
+        """
         weight = self._read(self._source.read_quantized, name)
+        if weight is None and self._round_to is not None and can_round(self._source.shapes[name]):
+            weight = self._read(self._round, name, max(self._round_to, least_bits))
         if weight is not None:
             self._count(name)
         return weight
 
-    def _read(self, read: Callable[[str], _T], name: str) -> _T:
+    def _round(self, name: str, bits: int) -> QuantizedWeight:
+        tensor = self._source.read(name)
         try:
-            return read(name)
+            return rounded(tensor, bits)
+        except ValueError as error:
+            raise ValueError(f"tensor {name}: {error}") from error
+
+    def _read(self, read: Callable[Concatenate[str, _P], _T], name: str, *rest: _P.args, **named: _P.kwargs) -> _T:
+        try:
+            return read(name, *rest, **named)
         except (OSError, ValueError) as error:
             raise StartError(f"The weights in {self._source.label} cannot be read: {error}") from error
 

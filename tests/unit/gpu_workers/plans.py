@@ -77,6 +77,7 @@ def plain_backend() -> SimpleNamespace:
         overlaps=False,
         clock=HostClock(),
         prepare=lambda rows, scheduled: prepare(rows, scheduled, device),
+        begin_copies=lambda host_kv: None,
         draw=draw,
     )
 

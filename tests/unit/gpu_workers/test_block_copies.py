@@ -138,9 +138,12 @@ class Meeting(HashModel):
         super().__init__(101, 8, 4)
         self.both = threading.Barrier(2, timeout=PATIENCE)
         self.copied: list[list[list[int]]] = []
+        self.calls: list[str] = []
+        self.backend.begin_copies = lambda host_kv: self.calls.append("begin")
         self.backend.copy_blocks_out = self.backend.copy_blocks_in = self.copy
 
     def forward(self, batch, kv):
+        self.calls.append("forward")
         self.both.wait()
         return super().forward(batch, kv)
 
@@ -156,6 +159,7 @@ def test_copies_run_beside_the_forward_and_are_complete_when_it_is_answered(copi
     runner = Runner(model, model.kv, 8, 4, 2, 32, LocalComm(), None, 4)
     result = runner.execute(plan(0, [(0, 0, 3, 1)], new=[new_row(0, [1, 2, 3], [3])], **copies))
     assert model.copied == [[list(pair) for pair in (copies.get("outs") or copies["ins"])]]
+    assert model.calls == ["begin", "forward"], "a device's copies don't wait for the forward that they run beside"
     assert list(unpack_ints(result.token_ids)) == [int(model.logits_of([1, 2, 3]).argmax())]
 
 

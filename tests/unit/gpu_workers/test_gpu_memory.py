@@ -43,6 +43,20 @@ def test_a_lack_of_memory_is_a_start_error_that_says_what_to_do() -> None:
     assert "CUDA out of memory" not in text
 
 
-def test_other_errors_are_not_explained_away() -> None:
-    with pytest.raises(ValueError, match="no such tensor"), Device().memory().taking("weights"):
-        raise ValueError("no such tensor")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_a_lack_of_memory_is_known_by_what_drivers_and_libraries_say(text: str) -> None:
+    with pytest.raises(StartError, match="out of memory for CUDA graphs"), Device().memory().taking("CUDA graphs"):
+        raise RuntimeError(text)
+
+
+@pytest.mark.parametrize("error", [ValueError("no such tensor"), RuntimeError("out of resource: shared memory")])
+def test_other_errors_are_not_explained_away(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error)), Device().memory().taking("weights"):
+        raise error

@@ -136,9 +136,9 @@ def test_only_the_wanted_rows_are_returned(kernels: str, tmp_path: Path) -> None
     assert torch.equal(logits, expected[[29, 4]])
 
 
-def test_a_tp_that_does_not_divide_the_heads_is_refused_with_the_valid_ones(tmp_path: Path) -> None:
+def test_a_tp_of_more_ranks_than_heads_is_refused_with_the_valid_ones(tmp_path: Path) -> None:
     save_tiny(tmp_path, num_attention_heads=12, num_key_value_heads=12, hidden_size=48)
     arch = load_tiny(tmp_path).arch
-    with pytest.raises(StartError, match=r"--tp 3 .* valid values: 1, 2, 4\."):
-        check_tensor_parallel(arch, 3)  # 12 heads, but an intermediate size of 112
-    check_tensor_parallel(arch, 4)
+    with pytest.raises(StartError, match=r"--tp 13 .* valid values: 1 to 12\."):
+        check_tensor_parallel(arch, 13)
+    check_tensor_parallel(arch, 12)

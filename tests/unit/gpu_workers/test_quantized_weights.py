@@ -154,10 +154,10 @@ def test_taking_integers_counts_as_progress_and_their_absence_does_not(tmp_path:
 
 
 def test_an_unsupported_type_is_named_when_its_integers_are_asked_for(tmp_path: Path) -> None:
-    tensors = {"output.weight": (np.zeros((1, 210), np.uint8), "Q6_K")}
+    tensors = {"output.weight": (np.zeros((1, 54), np.uint8), "TQ1_0")}
     weights = Weights(open_source(write(tmp_path / "x.gguf", tensors)), lambda fraction: None)
     assert weights.take_quantized("lm_head.weight") is None
-    with pytest.raises(StartError, match="has the type Q6_K, which is not supported"):
+    with pytest.raises(StartError, match="has the type TQ1_0, which is not supported"):
         weights.take("lm_head.weight")
 
 

@@ -1,10 +1,11 @@
-"""Two real ranks over gloo against one."""
+"""Real ranks over gloo against one."""
 
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ from safetensors.torch import save_file
 from gpu_workers.comm import make_comm
 from tests.unit.gpu_workers.tiny import load_tiny, whole_logits
 rank, port, out, model, kernels = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), sys.argv[5]
-comm = make_comm(rank, 2, port, timeout=60)
+comm = make_comm(rank, int(sys.argv[6]), port, timeout=60)
 model = load_tiny(model, comm=comm, kernels=kernels)
 logits = whole_logits(model, list(range(0, 130, 3))).contiguous()
 more = model.more_logits(np.array([30, 2])).contiguous()
@@ -58,20 +59,30 @@ BIASED_AND_TIED = {"attention_bias": True, "mlp_bias": True, "tie_word_embedding
 
 
 @pytest.mark.parametrize(
-    ("kernels", "settings"),
-    [("native", {}), ("native", BIASED_AND_TIED), ("torch", BIASED_AND_TIED)],
+    ("kernels", "size", "settings"),
+    [
+        ("native", 2, {}),
+        ("native", 2, BIASED_AND_TIED),
+        ("torch", 2, BIASED_AND_TIED),
+        # Of 2 KV heads the first is on three ranks, whose 3 queries they share, the second on two.
+        ("native", 5, BIASED_AND_TIED),
+        ("torch", 5, {}),
+        # 3 KV heads on two ranks, and 32 x 3 columns: two groups and one.
+        ("native", 2, {"num_key_value_heads": 3, "intermediate_size": 96}),
+        ("torch", 2, {"num_key_value_heads": 3, "intermediate_size": 96}),
+    ],
     ids=str,
     indirect=["kernels"],
 )
-def test_two_ranks_compute_what_one_does(settings: dict[str, bool], kernels: str, tmp_path: Path) -> None:
-    save_tiny(tmp_path, **settings)  # a vocabulary of 131 does not divide by 2
+def test_ranks_compute_what_one_does(settings: dict[str, Any], size: int, kernels: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, **settings)  # a vocabulary of 131 does not divide
     model = load_tiny(tmp_path, kernels=kernels)
     expected = whole_logits(model, TOKENS)
     states = model.hidden_states(np.arange(44)).clone()
-    results = run_ranks(2, RANK, tmp_path, str(tmp_path), kernels)
+    results = run_ranks(size, RANK, tmp_path, str(tmp_path), kernels, str(size))
     logits = [result["logits"] for result in results]
     assert all(torch.equal(result["more"], logits[0][[30, 2]]) for result in results), "also asked for afterwards"
-    assert torch.equal(logits[0], logits[1])
+    assert all(torch.equal(logits[0], others) for others in logits)
     torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-4)
     # What rank 0 makes embeddings of.
     torch.testing.assert_close(results[0]["states"], states, rtol=0, atol=1e-4)

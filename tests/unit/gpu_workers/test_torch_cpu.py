@@ -34,9 +34,10 @@ def test_linear_rows_have_the_same_bits_for_any_batch_and_threads(
     rng = random.Random(0)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        for rows in [*range(1, 14), *rng.sample(range(14, 600), 6)]:
+        for rows in [*range(1, 14), 31, 32, 33, *rng.sample(range(14, 600), 6)]:
             chosen = torch.tensor(rng.sample(range(600), rows))
             assert torch.equal(backend.linear(x[chosen], weight), expected[chosen]), (threads, rows)
+    assert backend.linear(x[:0], weight).shape == (0, shape[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,5 +1,6 @@
 """The Triton backend under the interpreter (on a GPU, where there is one) against the plain torch operations."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,20 +8,25 @@ import numpy as np
 import pytest
 import torch
 
+from config import device_choices
 from config.arch import read_arch
 from gpu_workers.backend import Backend
 from gpu_workers.backends.torch_cpu import TorchCpuBackend
 from gpu_workers.backends.triton_gpu import TritonBackend
 from gpu_workers.backends.triton_graphs import GraphCompiled, buckets_of
-from gpu_workers.backends.triton_inputs import Bucket
+from gpu_workers.backends.triton_inputs import Bucket, GpuBatch
 from gpu_workers.comm import LocalComm
+from gpu_workers.drawn import Drawn
 from gpu_workers.models.llama import LlamaModel
 from gpu_workers.runner import Runner
 from gpu_workers.weights.loader import open_source
 from gpu_workers.weights.source import Weights
 from ipc.codec import pack_ints, unpack_floats, unpack_ints
-from ipc.engine_messages import SamplingSpec, StepResult
+from ipc.control import StartError
+from ipc.engine_messages import NewRow, SamplingSpec, StepResult
+from kernels.gpu import attention_tile
 from kernels.gpu.pack import PackedIntegers
+from kernels.gpu.tables import trying
 from tests.kernels.gpu.device import DEVICE
 from tests.unit.gpu_workers.plans import new_row, plan, spec
 from tests.unit.gpu_workers.tiny import make_batch, save_tiny
@@ -191,6 +197,39 @@ def test_prompt_scores_and_embeddings_of_a_batch_in_another_order(tmp_path: Path
         np.testing.assert_allclose(unpack_floats(one), unpack_floats(other), atol=1e-4)
 
 
+def test_prompt_scores_that_the_device_still_computes(tmp_path: Path) -> None:
+    """More rows than are scored at once, while the scores of the step before are not collected yet."""
+    save_tiny(tmp_path, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+    prompt = [(7 * at * at + 3) % 131 for at in range(60)]
+    found = []
+    for backend in (TorchCpuBackend(torch.float32, True), triton_backend()):
+        steps = Steps(load(tmp_path, backend))
+        new = [new_row(0, prompt, range(15), sampling=spec(prompt_logprobs=3))]
+        plans = [plan(0, [(0, 0, 53, 0)], new=new), plan(1, [(0, 53, 7, 1)])]
+        if backend.overlaps:
+            launched = [steps.runner.launch(each) for each in plans]
+            results = [steps.runner.collect(step) for step in launched]
+        else:
+            results = [steps.runner.execute(each) for each in plans]
+        found.append([result.prompt_scores[0] for result in results])
+    for theirs, ours in zip(*found, strict=True):
+        assert (ours.index, ours.first) == (theirs.index, theirs.first)
+        for name in ("chosen", "top_values"):
+            expected = unpack_floats(getattr(theirs, name))
+            np.testing.assert_allclose(unpack_floats(getattr(ours, name)), expected, atol=1e-4)
+        assert (ours.ranks, ours.top_ids) == (theirs.ranks, theirs.top_ids)
+
+
+def test_prompt_scores_of_nan_are_an_error(tmp_path: Path) -> None:
+    save_tiny(tmp_path, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+    model = load(tmp_path, triton_backend())
+    model._norm.fill_(torch.nan)
+    runner = Steps(model).runner
+    step = runner.launch(plan(0, [(0, 0, 3, 0)], new=[new_row(0, [5] * 9, [0], sampling=spec(prompt_logprobs=0))]))
+    with pytest.raises(FloatingPointError, match="not numbers"):
+        runner.collect(step)
+
+
 def test_nan_is_an_error_when_the_tokens_arrive(tmp_path: Path) -> None:
     save_tiny(tmp_path, **SIZES)
     model = load(tmp_path, triton_backend())
@@ -229,6 +268,61 @@ def test_a_captured_graph_is_replayed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(type(graph), "replay", lambda self: (replays.append(1), replay(self)))
     steps.generate(SAMPLINGS["greedy"], 5)
     assert len(replays) == 4, "of the six steps, the last four are decodes of two rows"
+
+
+class Watched(Steps):
+    """Greedy steps, and the logits that each row was sampled from."""
+
+    def __init__(self, model: LlamaModel) -> None:
+        super().__init__(model)
+        self.seen: dict[int, list[list[int]]] = {row: [] for row in range(4)}
+        self.step = 0
+        model.backend.draw = self._draw
+
+    def _draw(self, logits: torch.Tensor, batch: GpuBatch, *settings: Any) -> Drawn:
+        for row, of_row in zip(batch.sampling_rows.tolist(), logits, strict=True):
+            self.seen[row].append(of_row.view(torch.int32).tolist())
+        return TritonBackend.draw(self.model.backend, logits, batch, *settings)
+
+    def run(self, *scheduled: tuple[int, int, int, int], new: Sequence[NewRow] = ()) -> None:
+        self.runner.execute(plan(self.step, scheduled, new=new))
+        self.step += 1
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["floats", "integers"])
+def test_deterministic_rows_have_the_same_bits_in_every_batch(tmp_path: Path, packed: bool) -> None:
+    """Alone or among decodes, beside a chunk or two, with the prompt whole or in pieces of which one is a decode."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+    save_tiny(tmp_path, **sizes)
+    if packed:
+        pack_model(tmp_path, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False})
+    model = load(tmp_path, triton_backend(deterministic=True))
+    prompt = [(7 * at * at + 3) % 101 for at in range(21)]
+    others = [new_row(row, [row] * (3 + row), range(6 * row, 6 * row + 6)) for row in range(2)]
+    mine = new_row(2, prompt, range(12, 20))
+    # The table's own segments are longer than this pool.
+    tiles = {"BLOCK_M": 16, "TILE": 8, "SEGMENT": 8, "num_warps": 4, "num_stages": 2}
+    with trying(tiles, "prefill_attention_deterministic"):
+        alone = Watched(model)
+        alone.run((2, 0, 21, 1), new=[mine])
+        for position in (21, 22, 23):
+            alone.run((2, position, 1, 1))
+        mixed = Watched(model)
+        mixed.run((0, 0, 3, 1), (2, 0, 9, 0), new=[others[0], mine])
+        mixed.run((2, 9, 1, 0), (1, 0, 4, 1), (0, 3, 1, 1), new=[others[1]])
+        mixed.run((2, 10, 11, 1), (0, 4, 1, 1))
+        mixed.run((0, 5, 1, 1), (1, 4, 1, 1), (2, 21, 1, 1))
+        mixed.run((3, 0, 6, 1), (2, 22, 1, 1), new=[new_row(3, [9] * 6, range(20, 24))])
+        mixed.run((2, 23, 1, 1))
+    assert len(alone.seen[2]) == 4
+    assert mixed.seen[2] == alone.seen[2]
+
+
+def test_the_plan_takes_the_heads_that_the_kernels_take() -> None:
+    for bounds in (device_choices, attention_tile):
+        assert (bounds.HEAD_STEP, bounds.LARGEST_HEAD) == (16, 256)
+    with pytest.raises(StartError, match="heads have 24 dimensions; the GPU kernels take multiples of 16 up to 256"):
+        triton_backend().allocate_kv(1, 2, 4, 2, 24)
 
 
 def test_buckets_cover_all_contexts() -> None:

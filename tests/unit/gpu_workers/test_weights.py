@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from config.arch import read_arch
 from config.gguf_file import GGUFFile
-from gpu_workers.weights.gguf import dequantize
+from config.weight_formats import gguf_formats
+from gpu_workers.weights.gguf import GGUFSource, dequantize
 from ipc.control import StartError
 from tests.unit.gpu_workers.tiny import load_tiny, save_tiny, whole_logits
 from tools.score.model import load
@@ -39,16 +40,63 @@ def test_dequantization_is_bit_for_bit_that_of_the_gguf_package(kind: str, tmp_p
     assert np.array_equal(actual.float().numpy(), gguf.quants.dequantize(data, oracle_type).reshape(7, 96))
 
 
-def test_an_unsupported_tensor_type_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "x.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("t.weight", np.zeros((1, 210), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q6_K)
+# Bytes of a block, and where it has float16 numbers: kept small, for neither NaN nor infinity.
+RANDOM_BLOCKS = {
+    "Q5_0": (22, [0]),
+    "Q5_1": (24, [0, 2]),
+    "Q2_K": (84, [80, 82]),
+    "Q3_K": (110, [108]),
+    "Q4_K": (144, [0, 2]),
+    "Q5_K": (176, [0, 2]),
+    "Q6_K": (210, [208]),
+    "IQ4_NL": (18, [0]),
+    "IQ4_XS": (136, [0]),
+}
+
+
+def random_blocks(kind: str, rows: int, blocks: int) -> np.ndarray:
+    """[rows, bytes] of blocks of random bytes, so that every code occurs, also those that no quantizer writes."""
+    size, halves = RANDOM_BLOCKS[kind]
+    data = np.random.default_rng(0).integers(0, 256, (rows, blocks, size), np.uint8)
+    for begin in halves:
+        data[..., begin + 1] &= 0xBF  # below 2
+    return data.reshape(rows, -1)
+
+
+def save_tensor(path: Path, name: str, data: np.ndarray, kind: str) -> None:
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match=r"t\.weight has the type Q6_K"):
-        dequantize(GGUFFile(path).tensors["t.weight"], torch.zeros(210, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("kind", RANDOM_BLOCKS)
+def test_what_gguf_dequantizes_is_what_is_served(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    data = random_blocks(kind, 6, 3)
+    save_tensor(path, "token_embd.weight", data, kind)
+    expected = torch.from_numpy(gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind]))
+    source = GGUFSource(path)
+    assert source.shapes["model.embed_tokens.weight"] == tuple(expected.shape)
+    assert torch.equal(source.read("model.embed_tokens.weight"), expected.bfloat16())
+    weight = source.read_quantized("model.embed_tokens.weight")
+    assert (weight is None) == (kind != "Q4_K")  # the only one in groups of 32 times 4 or 8 bits
+    if weight is not None:
+        assert weight.bits == 4
+        assert torch.equal(weight.dequantize(), expected)
+    info = GGUFFile(path).tensors["token_embd.weight"]
+    assert gguf_formats({"blk.0.attn_q.weight": info}).layers == {
+        "bfloat16" if weight is None else "int4": 6 * expected.shape[1]
+    }
+
+
+def test_an_unsupported_tensor_type_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    save_tensor(path, "t.weight", np.zeros((1, 54), np.uint8), "TQ1_0")
+    with pytest.raises(ValueError, match=r"t\.weight has the type TQ1_0, which is not supported \(F32, .*Q6_K.* are\)"):
+        dequantize(GGUFFile(path).tensors["t.weight"], torch.zeros(54, dtype=torch.uint8))
 
 
 def test_shards_load_like_one_file(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import threading
 
 import pytest
 
+from gpu_workers import step_loop
 from gpu_workers.comm import LocalComm
 from gpu_workers.runner import Runner
 from gpu_workers.step_loop import run_plans
 from ipc.channels import AsyncRouter, BlockingDealer
 from ipc.codec import Decoder, unpack_ints
-from ipc.engine_messages import FromWorker, StepFailed, StepResult, ToWorker, WorkerReady
+from ipc.engine_messages import FromWorker, RankReport, StepFailed, StepResult, ToWorker, WorkerReady
+from ipc.process_usage import UsageMeter
 from ipc.sessions import new_incarnation
 from tests.unit.gpu_workers.plans import HashModel, new_row, overlapping_backend, plain_backend, plan
 
@@ -30,7 +32,7 @@ def run_worker(tmp_path, talk, model=None) -> tuple[int, list[FromWorker]]:
     def work() -> None:
         link = BlockingDealer(endpoint, b"rank0", Decoder(ToWorker))
         link.send(WorkerReady(rank=0, num_blocks=16))
-        statuses.append(run_plans(link, runner, stop))
+        statuses.append(run_plans(link, runner, stop, UsageMeter("worker-0")))
         link.close()
 
     async def schedule() -> list[FromWorker]:
@@ -86,6 +88,24 @@ def test_two_plans_may_be_on_their_way_and_results_come_in_order(tmp_path, backe
     for _ in range(3):
         sequence.append(int(HashModel(101, 16, 4).logits_of(sequence).argmax()))
     assert [token for result in results for token in unpack_ints(result.token_ids)] == sequence[3:]
+
+
+def test_it_tells_what_its_process_uses_while_it_waits_and_while_it_works(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_loop, "_REPORT_SECONDS", 0.0)
+
+    async def talk(send, until, stop):
+        await until(3)
+        send(plan(0, [(0, 0, 3, 1)], new=[new_row(0, [1, 2, 3], [4, 5])]))
+        await until(8)
+        stop.set()
+
+    status, received = run_worker(tmp_path, talk)
+    assert status == 0
+    reports = [message.usage for message in received if isinstance(message, RankReport)]
+    assert {usage.name for usage in reports} == {"worker-0"}
+    seconds = [usage.cpu_seconds for usage in reports]
+    assert seconds == sorted(seconds)
+    assert sum(isinstance(message, StepResult) for message in received) == 1
 
 
 def test_an_invalid_plan_ends_the_loop_with_one_clear_line(tmp_path, caplog):
