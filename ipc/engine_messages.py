@@ -1,6 +1,7 @@
 """Messages inside the engine: tokenizer <-> scheduler <-> worker. Their form is that of `messages`."""
 
-from .messages import Failed, FinishReason, Message, Pooling
+from .messages import ChoiceTimings, ClientReport, Failed, FinishReason, Message, Pooling
+from .stats_messages import ProcessUsage, TokenizerWork
 
 # --- tokenizer <-> scheduler -----------------------------------------------------------------------------------------
 
@@ -45,6 +46,9 @@ class Submit(Message, frozen=True):
     stop_on_loop: int = 0
     score_prompt: bool = False  # its sampling wants log-probabilities of the prompt, so no cached KV stands in for it
     pooling: Pooling = ""
+    tells_timings: bool = False  # with each first token after a prefill too: its end may be found where no row tells it
+    choice: int = 0  # which of its request's choices it is,
+    choices: int = 1  # of so many, whose ids follow each other
 
 
 class AbortRequests(Message, frozen=True):
@@ -61,7 +65,15 @@ class TokenizerHello(Message, frozen=True):
     index: int
 
 
-ToScheduler = Submit | AbortRequests | StopRequest | TokenizerHello
+class TokenizerReport(Message, frozen=True):
+    """What the process does; sent a few times a second."""
+
+    usage: ProcessUsage
+    work: TokenizerWork
+    clients: tuple[ClientReport, ...] = ()  # the newest of each that reports to it
+
+
+ToScheduler = Submit | AbortRequests | StopRequest | TokenizerHello | TokenizerReport
 
 
 class SchedulerReady(Message, frozen=True):
@@ -102,6 +114,9 @@ class RowOutput(Message, frozen=True):
     loop: bool = False  # `finish` is "stop" because the output repeats itself
     prompt_scores: PromptScores | None = None  # those that follow the ones before
     embedding: bytes = b""  # float32, with the one token of a request with `pooling`
+    # With `finish`; without it, and without a token, before the token that the end of a prefill has given a request
+    # that wants it: that token counted among the steps, `last_token` 0.0.
+    timings: ChoiceTimings | None = None
 
 
 class StepOutputs(Message, frozen=True):
@@ -193,4 +208,10 @@ class StepFailed(Message, frozen=True):
     """The last word of a rank that ends because it could not carry out its step; any rank may send it."""
 
 
-FromWorker = WorkerReady | StepResult | StepFailed
+class RankReport(Message, frozen=True):
+    """What the process uses; sent about once a second, by every rank."""
+
+    usage: ProcessUsage
+
+
+FromWorker = WorkerReady | StepResult | StepFailed | RankReport

@@ -114,6 +114,9 @@ class Generate(Message, frozen=True):
     cache_pin_seconds: float = 0.0  # keep the prompt's KV cached at least this long
     return_prompt: bool = False  # answer with `PromptInfo` first, as also `params.prompt_logprobs` makes it
     pooling: Pooling = ""
+    deadline: float | None = None  # seconds, from when the tokenizer process has it, until it is ended
+    # Not empty: a further request of this tenant with this key and all else equal gets the answer of the first.
+    idempotency_key: str = ""
 
 
 class Abort(Message, frozen=True):
@@ -142,7 +145,18 @@ class Detokenize(Message, frozen=True):
     token_ids: bytes  # int32
 
 
-ToTokenizer = Generate | Abort | Hello | Tokenize | Detokenize
+class ClientReport(Message, frozen=True):
+    """How the client's process does, about once a second; a diagnosis tells by it when that is what is slow."""
+
+    name: str  # such as "frontend-0"
+    cpu_seconds: float  # of all its threads, since its start
+    lag_looks: int  # at how late its event loop is, since its start,
+    lag_seconds: float  # and the sum of what they found
+    slow: int = 0  # connections whose other end does not read what it is sent, at this moment,
+    backlog: int = 0  # and bytes that wait for them
+
+
+ToTokenizer = Generate | Abort | Hello | Tokenize | Detokenize | ClientReport
 
 
 class SamplingDefaults(Message, frozen=True):
@@ -178,6 +192,12 @@ class Welcome(Message, frozen=True):
     """Answer to `Hello`, sent once the engine behind can take requests."""
 
     model: ModelInfo
+
+
+class Paused(Message, frozen=True):
+    """The engine takes no requests until the next `Welcome`, which may come from a successor."""
+
+    reason: str
 
 
 class TokenLogprob(Message, frozen=True):
@@ -216,6 +236,33 @@ class PromptInfo(Message, frozen=True):
     positions: tuple[PromptPosition, ...] = ()  # of all tokens but the first; empty unless asked for
 
 
+class ChoiceTimings(Message, frozen=True):
+    """What the scheduler knows of a choice's way. Times are seconds of the engine machine's monotonic clock, which its
+    processes share; 0.0: it never came to that."""
+
+    queued: float = 0.0  # the scheduler has it
+    first_scheduled: float = 0.0  # the first step that computes tokens of it has been planned
+    first_token: float = 0.0  # the result with its first token has come
+    last_token: float = 0.0
+    steps: int = 0  # that computed tokens of it
+    preemptions: int = 0
+    # The steps that computed tokens of its prompt (or again, after a preemption), in order; of more than 64, the last
+    # entry stands for the rest. When each was planned and when its result came (float64), and its tokens (int32).
+    chunk_starts: bytes = b""
+    chunk_ends: bytes = b""
+    chunk_tokens: bytes = b""
+
+
+class Timings(Message, frozen=True):
+    """When what happened to one choice in the engine: times as in `ChoiceTimings`."""
+
+    clock_offset: float  # to be added for Unix time
+    received: float  # the tokenizer process has the request
+    tokenized: float  # its token ids are known and its grammar is compiled
+    finished: float  # its end leaves the tokenizer process
+    scheduler: ChoiceTimings
+
+
 class Delta(Message, frozen=True):
     """New text of one choice; empty while a character or a possible stop string is pending."""
 
@@ -239,6 +286,7 @@ class Finished(Message, frozen=True):
     completion_tokens: int
     cached_tokens: int
     embedding: bytes = b""  # float32, of length 1; where the request asked for `pooling`
+    timings: Timings | None = None
 
 
 class Failed(Message, frozen=True):
@@ -277,4 +325,4 @@ class Detokenized(Message, frozen=True):
     text: str
 
 
-ToClient = Welcome | Outputs | Tokenized | Detokenized
+ToClient = Welcome | Paused | Outputs | Tokenized | Detokenized

@@ -12,6 +12,8 @@ from zmq.utils.monitor import parse_monitor_message
 _HWM = 4096  # messages queued inside ZeroMQ per peer, each way
 _MAX_MESSAGE = 64 << 20  # bytes; a 4 MiB body becomes at most a few times as much
 _RETRY_SECONDS = 0.005
+_HEARTBEAT_MS = 5000  # between signs of life over TCP, where a peer can vanish without a word
+_HEARTBEAT_TIMEOUT_MS = 15000
 
 
 def open_socket(kind: int) -> "zmq.Socket[bytes]":
@@ -26,11 +28,24 @@ def open_socket(kind: int) -> "zmq.Socket[bytes]":
     return socket
 
 
-class AsyncSocket:
-    """A socket on an asyncio loop: wake-ups, draining, and its monitor."""
+def make_remote(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+    """For peers on other machines: find out within seconds that one is gone."""
+    if "[" in endpoint:
+        socket.set(zmq.IPV6, 1)
+    socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    socket.set(zmq.HEARTBEAT_TTL, _HEARTBEAT_TIMEOUT_MS)
 
-    def __init__(self, socket: "zmq.Socket[bytes]", events: int) -> None:
+
+class AsyncSocket:
+    """A socket on an asyncio loop: wake-ups, draining, and its monitor.
+
+    With `with_user`, the frames of each message are followed by the name under which its sender was let in.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", events: int, *, with_user: bool = False) -> None:
         self.socket = socket
+        self._receive = self._receive_with_user if with_user else self._receive_frames
         self._monitor = socket.get_monitor_socket(events)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._retrying = False
@@ -50,10 +65,17 @@ class AsyncSocket:
         # The descriptor is edge-triggered: everything there must be taken before the next wake-up counts.
         while self._loop is not None:
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._receive()
             except zmq.Again:
                 return
             self._on_frames(frames)
+
+    def _receive_frames(self) -> list[bytes]:
+        return self.socket.recv_multipart(zmq.NOBLOCK)
+
+    def _receive_with_user(self) -> list[bytes]:
+        frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        return [*(frame.bytes for frame in frames), str(frames[-1].get("User-Id")).encode()]
 
     def _drain_monitor(self) -> None:
         while self._loop is not None:

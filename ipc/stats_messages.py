@@ -4,6 +4,48 @@ from typing import Literal
 
 from .messages import Message
 
+# Upper bounds of the buckets in which `Stats` counts; one further bucket has what is above.
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+LAG_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # seconds
+
+# Why a step had no more in it, although something was left to compute; "nothing": all that there was is in it.
+StepLimit = Literal[
+    "nothing",
+    "max_seqs",
+    "max_step_tokens",
+    "kv_blocks",
+    "max_itl_ms",
+    "batch_wait_ms",
+    "long_prompts",
+    "prefill_chunk",
+    "prefer",
+    "suspect",
+]
+
+
+class ProcessUsage(Message, frozen=True):
+    """What one process has used since its start."""
+
+    name: str  # such as "worker-1"
+    cpu_seconds: float  # of all its threads
+    lags: tuple[int, ...] = ()  # looks at its event loop by how late they came, as in `LAG_BOUNDS`; empty: it has none
+    lag_seconds: float = 0.0  # their sum
+
+
+class TokenizerWork(Message, frozen=True):
+    """What one tokenizer process does at the moment, and what it has done since its start."""
+
+    encoding: int  # prompts that are being encoded, or wait for it
+    prompts: int  # encoded
+    encode_seconds: float  # spent on that, on all threads
+    encode_wait_seconds: float  # that prompts waited for a thread
+    renders: int  # chat templates,
+    render_seconds: float  # from asking the child to its answer
+    grammars: int  # compiled, or refused,
+    grammar_seconds: float  # likewise
+    detokenize_seconds: float  # spent on turning the tokens of steps into text
+    child_wait_seconds: float = 0.0  # that templates and grammars waited for those before them
+
 
 class Stats(Message, frozen=True):
     """Counters since start and gauges of one moment; published a few times a second."""
@@ -42,6 +84,18 @@ class Stats(Message, frozen=True):
     loop_stops: int = 0
     blocks_unused: int = 0  # of the cached ones: those that nobody uses at the moment
     prefill_tokens: int = 0  # of the computed ones: those of prompts, and what was lost and is computed again
+    step_tokens: tuple[int, ...] = ()  # steps by tokens computed, as in `STEP_TOKEN_BOUNDS`
+    limits: tuple[tuple[StepLimit, int], ...] = ()  # and the steps that each limited
+    # Of rank 0, by what it did: a step's parts, and the time between steps, in which it sends, waits and reads.
+    prepare_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    score_seconds: float = 0.0
+    between_seconds: float = 0.0
+    empty_seconds: float = 0.0  # without a step in flight, and without requests
+    starved_seconds: float = 0.0  # without a step in flight, although there were requests
+    processes: tuple[ProcessUsage, ...] = ()  # all but the frontends and the launcher
+    tokenizers: tuple[TokenizerWork, ...] = ()
 
 
 class LiveRequest(Message, frozen=True):
@@ -81,4 +135,44 @@ class EngineDetails(Message, frozen=True):
     prefix_nodes: int  # nodes of the tree, when it was last walked through
 
 
-FromStats = Stats | EngineDetails
+# What can hold a workload back; "load": nothing, there is too little to do; "device": it does all that it can.
+CauseName = Literal["queue", "prefill", "decode", "kv_memory", "cpu", "client", "load", "device"]
+
+MetricName = Literal["ttft", "ttft_p99", "itl", "itl_p99", "throughput", "concurrency"]
+
+
+class Cause(Message, frozen=True):
+    """One thing that bounds a metric."""
+
+    cause: CauseName
+    evidence: str  # a sentence with the numbers that say so
+    setting: str = ""  # the flag to change; empty: none would help
+    before: str = ""  # its value
+    after: str = ""  # and the one to try
+    predicted: float = 0.0  # the metric after the change alone; without one, its value
+    confidence: float = 0.0  # 0 to 1: in the prediction
+    effects: tuple[tuple[MetricName, float], ...] = ()  # the other metrics after the change
+
+
+class DiagnosedMetric(Message, frozen=True):
+    """One metric, what it is made of, and what bounds it."""
+
+    name: MetricName
+    value: float  # seconds, output tokens a second, or requests that run at once
+    parts: tuple[tuple[str, float], ...]  # of its mean: seconds, or shares of the time
+    causes: tuple[Cause, ...]  # whose change would improve it most, first
+
+
+class Diagnosis(Message, frozen=True):
+    """What bounds the engine at the moment. Sent only to who asks."""
+
+    time: float  # unix seconds
+    seconds: float  # that it looks back
+    arrived: int  # requests in that time,
+    finished: int
+    measures: tuple[tuple[str, float], ...]  # further numbers by name: seconds, shares from 0 to 1, counts
+    metrics: tuple[DiagnosedMetric, ...]  # of those there is something to say of
+    summary: str  # a sentence
+
+
+FromStats = Stats | EngineDetails | Diagnosis

@@ -47,12 +47,15 @@ MAX_PRIORITY = 1_000_000
 MIN_TTFT_TARGET_MS = 1.0
 MAX_TTFT_TARGET_MS = 3_600_000.0
 MAX_PIN_SECONDS = 3600.0
+MIN_DEADLINE = 0.001  # seconds
+MAX_DEADLINE = 86400.0
 MAX_GRAMMAR_BYTES = 128 << 10
 MAX_GRAMMAR_DEPTH = 64  # of nested arrays and objects in a JSON schema
 MAX_GRAMMAR_CHOICES = 1024
 MAX_TOKENIZE_BYTES = 1 << 20
 MAX_DETOKENIZE = 1 << 18  # token ids
-MAX_NAME = 128  # characters of a namespace, a tenant, an external id or a message's name
+MAX_NAME = 128  # characters of a namespace, a tenant, an external id, an idempotency key or a message's name
+MAX_PROMPT_BYTES = 16 << 20  # of a text prompt, or of all texts of a chat; far more than a context holds
 MAX_MESSAGES = 4096
 MAX_SHOWN_SPECIAL_TOKENS = 16
 MAX_TOOLS = 128
@@ -87,7 +90,7 @@ def validate(prompt: TextPrompt | ChatPrompt | TokenPrompt, params: SamplingPara
 def validate_prompt(prompt: TextPrompt | ChatPrompt | TokenPrompt, params: SamplingParams, model: ModelInfo) -> None:
     """Raise `InvalidRequest` for a prompt that this model cannot take, with valid `params`."""
     if isinstance(prompt, TextPrompt):
-        _check_text("prompt", prompt.text)
+        _check_prompt_size("prompt", _check_text("prompt", prompt.text))
         if not prompt.text:
             raise InvalidRequest("prompt must not be empty", "prompt")
     elif isinstance(prompt, TokenPrompt):
@@ -177,6 +180,8 @@ def validate_options(
     namespace: str = "",
     tenant: str = "",
     return_prompt: bool = False,
+    deadline: float | None = None,
+    idempotency_key: str = "",
 ) -> None:
     """Raise `InvalidRequest` for the first field out of bounds, of those that are neither prompt nor sampling."""
     check_characters("external_id", external_id, MAX_NAME)
@@ -188,6 +193,9 @@ def validate_options(
     check_characters("tenant", tenant, MAX_NAME)
     if not isinstance(return_prompt, bool):
         raise InvalidRequest("return_prompt must be true or false", "return_prompt")
+    if deadline is not None:
+        _check_float("deadline", deadline, MIN_DEADLINE, MAX_DEADLINE)
+    check_characters("idempotency_key", idempotency_key, MAX_NAME)
 
 
 def validate_generate(request: Generate, model: ModelInfo) -> None:
@@ -200,6 +208,8 @@ def validate_generate(request: Generate, model: ModelInfo) -> None:
         namespace=request.namespace,
         tenant=request.tenant,
         return_prompt=request.return_prompt,
+        deadline=request.deadline,
+        idempotency_key=request.idempotency_key,
     )
     validate(request.prompt, request.params, model)
     if request.pooling:
@@ -264,6 +274,11 @@ def _check_loop(repeats: int) -> None:
     _check_int("stop_on_loop", repeats, 0, MAX_LOOP_REPEATS)
     if repeats == 1:
         raise InvalidRequest(f"stop_on_loop must be 0 (off) or between 2 and {MAX_LOOP_REPEATS}", "stop_on_loop")
+
+
+def _check_prompt_size(name: str, size: int) -> None:
+    if size > MAX_PROMPT_BYTES:
+        raise InvalidRequest(f"{name} may have at most {MAX_PROMPT_BYTES} bytes of text, not {size}", name)
 
 
 def _check_text(name: str, value: str) -> int:
@@ -432,15 +447,17 @@ def _check_chat(prompt: ChatPrompt, model: ModelInfo) -> None:
         raise InvalidRequest("messages must not be empty", "messages")
     if len(prompt.messages) > MAX_MESSAGES:
         raise InvalidRequest(f"messages may have at most {MAX_MESSAGES} entries", "messages")
+    size = 0
     for index, message in enumerate(prompt.messages):
         where = f"messages[{index}]"
         if message.role not in ROLES:
             raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
-        _check_text(f"{where}.content", message.content)
+        size += _check_text(f"{where}.content", message.content)
         if message.name is not None:
             check_characters(f"{where}.name", message.name, MAX_NAME)
-        _check_text(f"{where}.reasoning", message.reasoning)
+        size += _check_text(f"{where}.reasoning", message.reasoning)
         _check_calls(where, message)
+    _check_prompt_size("messages", size)
     _check_tools(prompt.tools)
     _check_template_kwargs(prompt.template_kwargs, model)
     if prompt.continue_final_message:

@@ -200,6 +200,111 @@ def test_a_peer_that_does_not_read_is_buffered_up_to_a_bound_and_then_cut_off(tm
     run(tmp_path, body)
 
 
+def test_a_peer_that_was_cut_off_is_told_and_begins_anew(tmp_path: Path) -> None:
+    """Its connection stands, so nothing else would ever tell it, and it would wait for ever."""
+
+    async def body(pair: Pair) -> None:
+        dealer = pair.dealer(b"careless")
+        await until(lambda: dealer.connected)
+        dealer.send(Hello("x"))
+        await until(lambda: len(pair.heard) == 1)
+        dealer.send(Abort("no number"))  # type: ignore[arg-type]
+        await until(lambda: pair.events == ["connected", "lost", "connected"])
+        assert pair.lost == [b"careless"]
+        dealer.send(Hello("again"))
+        await until(lambda: len(pair.heard) == 2)
+        assert pair.router.send(b"careless", WELCOME)
+        await until(lambda: pair.events[-1] == WELCOME)
+        assert pair.lost == [b"careless"]
+
+    run(tmp_path, body)
+
+
+def test_a_peer_that_did_not_read_is_told_of_its_end_once_it_reads(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(channels, "_MAX_BACKLOG", 50)
+    monkeypatch.setattr(channels, "_TELL_SECONDS", 0.01)
+    monkeypatch.setattr(sockets, "_HWM", 10)
+
+    async def body(pair: Pair) -> None:
+        socket = raw_dealer(pair, b"sleeps")
+        socket.send_multipart((struct.pack("<QQ", 7, 0), encode(Hello("z"))))
+        await until(lambda: len(pair.heard) == 1)
+        while pair.router.send(b"sleeps", Outputs(())):
+            pass
+        assert pair.lost == [b"sleeps"]
+        got: list[list[bytes]] = []
+
+        def read() -> bool:
+            while socket.poll(0):
+                got.append(socket.recv_multipart())
+            return bool(got) and len(got[-1]) == 1 and got[-1] != [b""]
+
+        await until(read)
+        assert got[-1] == [struct.pack("<Q", 7)]
+        numbers = [struct.unpack("<QQ", frames[0])[1] for frames in got if len(frames) == 2]
+        assert numbers == list(range(len(numbers)))  # what came before the end has no gap
+        socket.close(0)
+
+    run(tmp_path, body)
+
+
+def test_the_end_of_a_session_that_is_over_ends_no_other(tmp_path: Path) -> None:
+    async def body(pair: Pair) -> None:
+        dealer = pair.dealer(b"a")
+        await until(lambda: dealer.connected)
+        dealer.send(Hello("x"))
+        await until(lambda: len(pair.heard) == 1)
+        session = pair.router.incarnation_of(b"a")
+        pair.router._io.socket.send_multipart((b"a", struct.pack("<Q", session - 1)))
+        assert pair.router.send(b"a", WELCOME)
+        await until(lambda: len(pair.events) == 2)
+        assert pair.events == ["connected", WELCOME]
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"x"],
+        [b"short", b"x"],
+        [struct.pack("<QQ", new_incarnation() << 1, 0), b"x"],
+        [struct.pack("<QQ", 1 << 62, 1), encode(WELCOME)],
+        [struct.pack("<QQ", 1 << 62, 0), b"\xc1"],
+        [struct.pack("<QQ", 1 << 62, 0), encode(Hello("of another edge"))],
+        [struct.pack("<QQ", 1 << 62, 0), b"", b""],
+    ],
+    ids=["one frame", "short header", "incarnation", "gap", "garbage", "another type", "three frames"],
+)
+def test_what_cannot_be_read_is_told_and_the_peer_connects_again(
+    tmp_path: Path, monkeypatch, frames: list[bytes]
+) -> None:
+    monkeypatch.setattr(channels, "_NEXT_HANDSHAKE_SECONDS", 0.01)
+
+    async def main() -> None:
+        router = zmq.Context.instance().socket(zmq.ROUTER)
+        router.bind(f"ipc://{tmp_path}/edge")
+        events: list[object] = []
+        dealer: AsyncDealer[ToClient] = AsyncDealer(
+            f"ipc://{tmp_path}/edge",
+            Decoder(ToClient),
+            b"a",
+            events.append,
+            lambda: events.append("connected"),
+            lambda: events.append("lost"),
+            on_unreadable=lambda reason: events.append("cannot be read" in reason),
+        )
+        dealer.start()
+        await until(lambda: events == ["connected"])
+        router.send_multipart([b"a", *frames])
+        await until(lambda: len(events) == 4)
+        assert events == ["connected", "lost", True, "connected"]
+        dealer.close()
+        router.close(0)
+
+    asyncio.run(main())
+
+
 def test_a_blocking_dealer_waits_and_times_out(tmp_path: Path) -> None:
     async def body(pair: Pair) -> None:
         dealer: BlockingDealer[ToClient] = BlockingDealer(pair.endpoint, b"rank0", Decoder(ToClient))

@@ -1,64 +1,39 @@
-"""The client SDK against a scripted tokenizer process on a real socket."""
+"""The SDK's clients against a scripted tokenizer process on a real socket."""
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ipc.channels import AsyncRouter
-from ipc.client import AsyncClient, Client, RequestFailed
-from ipc.codec import Decoder
-from ipc.messages import (
-    Abort,
-    Delta,
-    Failed,
-    Finished,
-    Generate,
-    Hello,
-    ModelInfo,
-    Outputs,
-    SamplingParams,
-    TextPrompt,
-    ToTokenizer,
-    Welcome,
+from ipc import (
+    AsyncClient,
+    BadRequest,
+    Cancelled,
+    Client,
+    Conflict,
+    DeadlineExceeded,
+    Overloaded,
+    RequestFailed,
+    ServerError,
+    Unavailable,
 )
-from ipc.sessions import new_incarnation
+from ipc import calls as calls_module
+from ipc.errors import AuthenticationFailed, error_of
+from ipc.messages import ChatMessage, ChatPrompt, Failed, SamplingParams, TextPrompt, TokenPrompt
+from tests.unit.ipc.fake_tokenizer import MODEL, FakeTokenizer, served
 from tests.unit.ipc.test_channels import until
 
-MODEL = ModelInfo(("m",), 100, 1000, 0, True, pooling="mean")
+PATIENCE = 10.0  # seconds; only reached when something is broken
+BUSY = Failed(0, 429, "busy", "rate_limit_error", code="queue_full", retry_after=0.01)
 
 
-class FakeTokenizer:
-    """Answers by what the prompt says: a word each as a delta, "fail" with an error, "hang" with nothing."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.aborted: list[int] = []
-        self.asked: list[Generate] = []
-        self.router: AsyncRouter[ToTokenizer] = AsyncRouter(
-            endpoint, Decoder(ToTokenizer), new_incarnation(), self.on_message, lambda peer: None
-        )
-        self.router.start()
-
-    def on_message(self, peer: bytes, message: ToTokenizer) -> None:
-        if isinstance(message, Generate):
-            self.asked.append(message)
-        match message:
-            case Hello():
-                self.router.send(peer, Welcome(MODEL))
-            case Abort(request_id):
-                self.aborted.append(request_id)
-            case Generate(request_id, TextPrompt(text), params) if text == "fail":
-                failed = Failed(request_id, 400, "prompt: no", "invalid_request_error", "prompt")
-                self.router.send(peer, Outputs((Delta(request_id, 0, "part", b""), failed)))
-            case Generate(request_id, TextPrompt(text), params) if text != "hang":
-                for index in range(params.n):
-                    for word in text.split():
-                        self.router.send(peer, Outputs((Delta(request_id, index, word, b"\0\0\0\0"),)))
-                    end = Finished(request_id, index, "stop", None, 3, len(text.split()), 0)
-                    self.router.send(peer, Outputs((end,)))
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls_module, "_FIRST_PAUSE", 0.002)
 
 
 @pytest.fixture
@@ -66,360 +41,396 @@ def endpoint(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/tokenizer"
 
 
-def test_a_stream_yields_its_deltas_and_ends(endpoint: str) -> None:
-    async def main() -> None:
-        tokenizer = FakeTokenizer(endpoint)
-        client = AsyncClient([endpoint])
-        assert await client.connect(5) == MODEL
-        items = [item async for batch in client.generate(TextPrompt("a b c"), SamplingParams(n=2)) for item in batch]
-        assert [item.text for item in items if isinstance(item, Delta) and item.index == 1] == ["a", "b", "c"]
-        assert [item.index for item in items if isinstance(item, Finished)] == [0, 1]
-        assert client.live_requests == 0
-        await client.close()
+@contextlib.asynccontextmanager
+async def connected(endpoint: str, **options: Any) -> AsyncIterator[tuple[FakeTokenizer, AsyncClient]]:
+    tokenizer = FakeTokenizer(endpoint)
+    try:
+        async with AsyncClient(endpoint, **options) as client:
+            yield tokenizer, client
+    finally:
         tokenizer.router.close()
+
+
+def run(endpoint: str, body: Callable[[FakeTokenizer, AsyncClient], Awaitable[None]], **options: Any) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(PATIENCE), connected(endpoint, **options) as (tokenizer, client):
+            await body(tokenizer, client)
 
     asyncio.run(main())
 
 
-OPTIONS: dict[str, Any] = {
-    "external_id": "trace-1",
-    "namespace": "ns",
-    "tenant": "team",
-    "priority": -3,
-    "ttft_target_ms": 250,
-    "cache_pin_seconds": 1.5,
-}
+def test_each_kind_of_prompt_and_each_way_to_sample_reaches_the_engine(endpoint: str) -> None:
+    async def body(tokenizer: FakeTokenizer, client: AsyncClient) -> None:
+        await client.generate("a b", max_tokens=5)
+        await client.generate([3, 4], SamplingParams(max_tokens=5, top_k=2), temperature=0)
+        await client.generate([{"role": "user", "content": "Hi"}], tenant="team", priority=-2)
+        text, ids, chat = tokenizer.asked
+        assert (text.prompt, text.params) == (TextPrompt("a b"), SamplingParams(max_tokens=5))
+        assert (ids.prompt, ids.params.top_k) == (TokenPrompt(b"\3\0\0\0\4\0\0\0"), 2)
+        assert ids.params.temperature == 0
+        assert chat.prompt == ChatPrompt((ChatMessage("user", "Hi"),))
+        assert (chat.tenant, chat.priority, chat.deadline) == ("team", -2, None)
+
+    run(endpoint, body)
 
 
-def test_embeddings_are_made_as_asked_for_and_else_as_suits_the_model(endpoint: str) -> None:
-    async def main() -> None:
-        tokenizer = FakeTokenizer(endpoint)
-        client = AsyncClient([endpoint])
-        await client.connect(5)
-        for pooling in ("", "last", "cls"):
-            await client.embed(TextPrompt("a"), pooling)
-        assert [asked.pooling for asked in tokenizer.asked] == ["mean", "last", "cls"]
-        assert {(asked.params.max_tokens, asked.params.n) for asked in tokenizer.asked} == {(1, 1)}
-        with pytest.raises(RequestFailed, match="pooling must be one of last, mean, cls") as caught:
-            await client.embed(TextPrompt("a"), "max")  # type: ignore[arg-type]
-        assert caught.value.failed.param == "pooling"
-        await client.close()
-        tokenizer.router.close()
+def test_a_completion_has_all_choices_and_counts(endpoint: str) -> None:
+    async def body(tokenizer: FakeTokenizer, client: AsyncClient) -> None:
+        answer = await client.generate("a b c", n=2, return_prompt=True)
+        assert [(choice.index, choice.text, choice.token_ids) for choice in answer.choices] == [
+            (0, "abc", (0, 0, 0)),
+            (1, "abc", (0, 0, 0)),
+        ]
+        assert (answer.text, answer.finish_reason, answer.attempts) == ("abc", "stop", 1)
+        usage = answer.usage
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.total_tokens) == (3, 6, 0, 9)
+        assert answer.prompt is not None
+        assert (answer.prompt.token_ids, answer.prompt.text) == ((1, 2), "ab")
 
-    asyncio.run(main())
+    run(endpoint, body)
 
 
-def test_options_reach_the_engine(endpoint: str) -> None:
-    async def main() -> None:
-        tokenizer = FakeTokenizer(endpoint)
-        client = AsyncClient([endpoint])
-        await client.connect(5)
-        for options in (OPTIONS, {}):
-            _ = [batch async for batch in client.generate(TextPrompt("a"), SamplingParams(stop_on_loop=3), **options)]
-        first, second = tokenizer.asked
-        assert {name: getattr(first, name) for name in OPTIONS} == OPTIONS
-        assert first.params.stop_on_loop == 3
-        assert second == Generate(second.request_id, TextPrompt("a"), SamplingParams(stop_on_loop=3))
-        await client.close()
-        tokenizer.router.close()
+def test_a_stream_is_the_completion_in_pieces(endpoint: str) -> None:
+    async def body(tokenizer: FakeTokenizer, client: AsyncClient) -> None:
+        stream = client.stream("a b c", n=2)
+        chunks = [chunk async for chunk in stream]
+        whole = await stream.completion()
+        for choice in whole.choices:
+            mine = [chunk for chunk in chunks if chunk.index == choice.index]
+            assert "".join(chunk.text for chunk in mine) == choice.text
+            assert [chunk.finish_reason for chunk in mine] == [None, None, None, "stop"]
+        assert tokenizer.aborted == []
 
-    asyncio.run(main())
+    run(endpoint, body)
+
+
+def test_embeddings_scores_and_tokens(endpoint: str) -> None:
+    async def body(tokenizer: FakeTokenizer, client: AsyncClient) -> None:
+        embedding = await client.embed("a")
+        assert list(embedding.vector) == pytest.approx([0.6, 0.8])
+        assert (embedding.usage.prompt_tokens, embedding.attempts) == (3, 1)
+        assert tokenizer.asked[-1].pooling == MODEL.pooling
+        score = await client.score("ab", top=2)
+        assert (score.token_ids, score.positions, score.logprob) == ((1, 2), (), 0)
+        assert tokenizer.asked[-1].params == SamplingParams(max_tokens=0, prompt_logprobs=2)
+        tokens = await client.tokenize("hé")
+        assert (tokens.token_ids, tokens.token_strs) == ((104, 233), ("h", "é"))
+        assert await client.detokenize(tokens.token_ids) == "hé"
+        with pytest.raises(BadRequest, match="token ids already"):
+            await client.tokenize([1])
+        with pytest.raises(BadRequest, match="32 bits"):
+            await client.detokenize([2**40])
+
+    run(endpoint, body)
 
 
 @pytest.mark.parametrize(
-    ("params", "options", "param"),
+    ("options", "param"),
     [
-        ({}, {"priority": 1_000_001}, "priority"),
-        ({}, {"priority": "high"}, "priority"),
-        ({}, {"ttft_target_ms": float("nan")}, "ttft_target_ms"),
-        ({}, {"ttft_target_ms": 0}, "ttft_target_ms"),
-        ({}, {"cache_pin_seconds": 3601}, "cache_pin_seconds"),
-        ({}, {"namespace": "n" * 129}, "namespace"),
-        ({}, {"namespace": None}, "namespace"),
-        ({"stop_on_loop": 1}, {}, "stop_on_loop"),
-        ({"stop_on_loop": 10**30}, {}, "stop_on_loop"),
-        ({"temperature": "1"}, {}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 100}, "max_tokens"),
+        ({"deadline": -1}, "deadline"),
+        ({"deadline": "soon"}, "deadline"),
+        ({"retries": -1}, "retries"),
+        ({"retries": True}, "retries"),
+        ({"idempotency_key": "k" * 129}, "idempotency_key"),
+        ({"priority": 1.5}, "priority"),
     ],
-    ids=str,
+    ids=repr,
 )
-def test_a_value_out_of_bounds_fails_its_request_and_leaves_the_connection(
-    endpoint: str, params: dict[str, Any], options: dict[str, Any], param: str
+def test_bounds_are_the_same_as_over_http_and_nothing_is_sent(
+    endpoint: str, options: dict[str, Any], param: str
 ) -> None:
-    async def main() -> None:
-        tokenizer = FakeTokenizer(endpoint)
-        client = AsyncClient([endpoint])
-        await client.connect(5)
-        running = client.generate(TextPrompt("hang"), SamplingParams())
-        with pytest.raises(RequestFailed, match=param) as caught:
-            _ = [batch async for batch in client.generate(TextPrompt("a"), SamplingParams(**params), **options)]
-        failed = caught.value.failed
-        assert (failed.status, failed.type, failed.param) == (400, "invalid_request_error", param)
-        assert len([batch async for batch in client.generate(TextPrompt("a"), SamplingParams())]) >= 1
-        assert [request.prompt for request in tokenizer.asked] == [TextPrompt("hang"), TextPrompt("a")]
-        assert not running.done
-        assert client.live_requests == 1
-        await client.close()
-        tokenizer.router.close()
+    async def body(tokenizer: FakeTokenizer, client: AsyncClient) -> None:
+        with pytest.raises(BadRequest) as caught:
+            await client.generate("a", **options)
+        assert caught.value.param == param
+        assert not tokenizer.asked
+        assert (await client.generate("a")).text == "a"
 
-    asyncio.run(main())
+    run(endpoint, body)
 
 
-def test_an_unknown_option_is_a_type_error(endpoint: str) -> None:
-    async def main() -> None:
-        tokenizer = FakeTokenizer(endpoint)
-        client = AsyncClient([endpoint])
-        await client.connect(5)
+def test_a_prompt_too_large_for_the_connection_is_refused_here(endpoint: str) -> None:
+    async def body(tokenizer: FakeTokenizer, client: AsyncClient) -> None:
+        large = "x" * (16 << 20) + "x"
+        for prompt, param in ((large, "prompt"), ([{"role": "user", "content": large}], "messages")):
+            with pytest.raises(BadRequest, match="at most 16777216 bytes") as caught:
+                await client.generate(prompt)  # type: ignore[arg-type]
+            assert caught.value.param == param
+        assert not tokenizer.asked
+
+    run(endpoint, body)
+
+
+def test_an_unknown_keyword_is_a_type_error(endpoint: str) -> None:
+    async def body(tokenizer: FakeTokenizer, client: AsyncClient) -> None:
         with pytest.raises(TypeError, match="urgency"):
-            client.generate(TextPrompt("a"), SamplingParams(), urgency=1)  # type: ignore[call-arg]
-        await client.close()
-        tokenizer.router.close()
+            await client.generate("a", urgency=1)  # type: ignore[call-arg]
 
-    asyncio.run(main())
+    run(endpoint, body)
 
 
-def test_a_failure_is_raised_after_what_came_before_it(endpoint: str) -> None:
-    async def main() -> None:
-        tokenizer = FakeTokenizer(endpoint)
-        client = AsyncClient([endpoint])
-        await client.connect(5)
-        texts: list[str] = []
-        with pytest.raises(RequestFailed, match="prompt: no") as caught:
-            async for batch in client.generate(TextPrompt("fail"), SamplingParams()):
-                texts += [item.text for item in batch if isinstance(item, Delta)]
-        assert texts == ["part"]
-        assert caught.value.failed.param == "prompt"
-        await client.close()
-        tokenizer.router.close()
-
-    asyncio.run(main())
+# --- ends ---
 
 
-def test_abort_ends_the_iteration_and_reaches_the_engine(endpoint: str) -> None:
-    async def main() -> None:
-        tokenizer = FakeTokenizer(endpoint)
-        client = AsyncClient([endpoint])
-        await client.connect(5)
-        stream = client.generate(TextPrompt("hang"), SamplingParams())
-        asyncio.get_running_loop().call_later(0.05, stream.abort)
-        assert [batch async for batch in stream] == []
-        stream.abort()
-        await until(lambda: tokenizer.aborted == [stream.request_id])
-        await client.close()
-        tokenizer.router.close()
+def test_leaving_the_loop_aborts(endpoint: str) -> None:
+    async def body(tokenizer: FakeTokenizer, client: AsyncClient) -> None:
+        running = client.stream("a b c hang", n=2)
+        async for _ in running:
+            break
+        await until(lambda: client.live_requests == 0)
+        with pytest.raises(Cancelled):
+            await running.completion()
 
-    asyncio.run(main())
+    run(endpoint, body)
 
 
-Items = list[Delta | Finished]
-
-
-def test_deliver_hands_over_what_iterating_yields(endpoint: str) -> None:
-    async def main() -> None:
-        FakeTokenizer(endpoint)
-        client = AsyncClient([endpoint])
-        await client.connect(5)
-        got: list[Items] = []
-        await client.generate(TextPrompt("a b c"), SamplingParams(n=2)).deliver(got.append)
-        items = [item for batch in got for item in batch]
-        assert all(got)
-        for index in (0, 1):
-            mine = [item for item in items if item.index == index]
-            assert [item.text for item in mine if isinstance(item, Delta)] == ["a", "b", "c"]
-            assert [isinstance(item, Finished) for item in mine] == [False, False, False, True]
-        assert client.live_requests == 0
-        await client.close()
-
-    asyncio.run(main())
-
-
-def test_deliver_raises_a_failure_after_what_came_before_it(endpoint: str) -> None:
-    async def main() -> None:
-        FakeTokenizer(endpoint)
-        client = AsyncClient([endpoint])
-        await client.connect(5)
-        got: list[Items] = []
-        with pytest.raises(RequestFailed, match="prompt: no"):
-            await client.generate(TextPrompt("fail"), SamplingParams()).deliver(got.append)
-        assert [item.text for batch in got for item in batch if isinstance(item, Delta)] == ["part"]
-        await client.close()
-
-    asyncio.run(main())
-
-
-def test_what_the_receiver_raises_ends_its_own_delivery_only(endpoint: str) -> None:
-    async def main() -> None:
-        FakeTokenizer(endpoint)
-        client = AsyncClient([endpoint])
-        await client.connect(5)
-
-        def refuse(items: Items) -> None:
-            raise ValueError("no more")
-
-        got: list[Items] = []
-        refused = client.generate(TextPrompt("a b"), SamplingParams())
-        others = client.generate(TextPrompt("c d"), SamplingParams()).deliver(got.append)
-        with pytest.raises(ValueError, match="no more"):
-            await refused.deliver(refuse)
-        refused.abort()
-        await others
-        assert [item.text for batch in got for item in batch if isinstance(item, Delta)] == ["c", "d"]
-        await client.close()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("text", ["hang", "a b c"])
-def test_an_aborted_delivery_ends_without_another_item(endpoint: str, text: str) -> None:
-    async def main() -> None:
-        tokenizer = FakeTokenizer(endpoint)
-        client = AsyncClient([endpoint])
-        await client.connect(5)
-        got: list[Items] = []
-        stream = client.generate(TextPrompt(text), SamplingParams())
-        delivery = asyncio.create_task(stream.deliver(got.append))
+def test_abort_and_the_end_of_the_block_abort(endpoint: str) -> None:
+    async def body(tokenizer: FakeTokenizer, client: AsyncClient) -> None:
+        stream = client.stream("hang")
+        waiting = asyncio.create_task(stream.completion())
         await until(lambda: len(tokenizer.asked) == 1)
         stream.abort()
-        before = len(got)
-        await asyncio.wait_for(delivery, 5)
-        await asyncio.sleep(0)
-        assert len(got) == before
-        await client.close()
+        with pytest.raises(Cancelled):
+            await waiting
+        await until(lambda: len(tokenizer.aborted) == 1)
+        async with client.stream("hang") as other:
+            waiting = asyncio.create_task(other.completion())
+            await until(lambda: len(tokenizer.asked) == 2)
+        with pytest.raises(Cancelled):
+            await waiting
+        await until(lambda: len(tokenizer.aborted) == 2)
 
-    asyncio.run(main())
-
-
-def test_an_aborted_delivery_gets_nothing_of_what_had_arrived_with_the_end(endpoint: str) -> None:
-    async def main() -> None:
-        FakeTokenizer(endpoint)
-        client = AsyncClient([endpoint])
-        await client.connect(5)
-        got: list[Items] = []
-        # The first takes what all have got, and the others have their turn later.
-        first = client.generate(TextPrompt("a"), SamplingParams())
-        others = [client.generate(TextPrompt("a"), SamplingParams()) for _ in range(400)]
-
-        def stop(items: Items) -> None:
-            for other in others:
-                other.abort()
-            got.clear()
-
-        await asyncio.wait_for(asyncio.gather(first.deliver(stop), *(other.deliver(got.append) for other in others)), 5)
-        assert not got
-        assert any(not other._aborted for other in others), "some had ended when they were aborted"
-        await client.close()
-
-    asyncio.run(main())
+    run(endpoint, body)
 
 
-def test_many_streams_get_each_what_is_theirs_in_order(endpoint: str) -> None:
-    async def main() -> None:
-        FakeTokenizer(endpoint)
-        client = AsyncClient([endpoint])
-        await client.connect(5)
-        got: list[list[str]] = [[] for _ in range(200)]
+def test_a_cancelled_task_aborts_its_request_and_no_other(endpoint: str) -> None:
+    async def body(tokenizer: FakeTokenizer, client: AsyncClient) -> None:
+        tasks = [asyncio.create_task(client.generate("hang")) for _ in range(3)]
+        await until(lambda: len(tokenizer.asked) == 3)
+        tasks[1].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[1]
+        await until(lambda: tokenizer.aborted == [tokenizer.asked[1].request_id])
+        assert client.live_requests == 2
+        for task in tasks:
+            task.cancel()
 
-        def taking(texts: list[str]) -> Callable[[Items], None]:
-            return lambda items: texts.extend(item.text for item in items if isinstance(item, Delta))
-
-        streams = [client.generate(TextPrompt(f"a{at} b{at}"), SamplingParams()) for at in range(200)]
-        await asyncio.gather(*(stream.deliver(taking(texts)) for stream, texts in zip(streams, got, strict=True)))
-        assert got == [[f"a{at}", f"b{at}"] for at in range(200)]
-        await client.close()
-
-    asyncio.run(main())
+    run(endpoint, body)
 
 
-def test_a_lost_engine_fails_what_runs_and_what_comes_next_until_it_is_back(endpoint: str) -> None:
+def test_closing_the_client_ends_whatever_waits(endpoint: str) -> None:
     async def main() -> None:
         tokenizer = FakeTokenizer(endpoint)
-        client = AsyncClient([endpoint])
-        await client.connect(5)
-        stream = client.generate(TextPrompt("hang"), SamplingParams())
-        asyncio.get_running_loop().call_later(0.05, tokenizer.router.close)
-        with pytest.raises(RequestFailed, match="connection to the engine was lost") as caught:
-            _ = [batch async for batch in stream]
-        assert caught.value.failed.status == 503
-        assert client.model is None
-        with pytest.raises(RequestFailed, match="not ready"):
-            _ = [batch async for batch in client.generate(TextPrompt("a"), SamplingParams())]
-        successor = FakeTokenizer(endpoint)
-        await client.connect(5)
-        assert len([batch async for batch in client.generate(TextPrompt("a"), SamplingParams())]) >= 1
+        client = AsyncClient(endpoint)
+        await client.connect()
+        absent = AsyncClient(endpoint + "-nobody")
+        waits: list[Awaitable[object]] = [
+            client.generate("hang"),
+            client.embed("hang"),
+            client.tokenize("hang"),
+            absent.generate("a"),
+            absent.connect(),
+        ]
+        tasks = [asyncio.ensure_future(wait) for wait in waits]
+        await until(lambda: len(tokenizer.asked) == 2)
+        await asyncio.sleep(0.05)
         await client.close()
-        successor.router.close()
+        await absent.close()
+        async with asyncio.timeout(PATIENCE):
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == [Cancelled] * len(tasks)
+        with pytest.raises(Cancelled):
+            await client.generate("a", retries=1)
+        tokenizer.router.close()
 
     asyncio.run(main())
 
 
-def test_connect_times_out_when_nobody_is_there(endpoint: str) -> None:
+# --- deadlines ---
+
+
+def test_a_deadline_ends_the_call_and_aborts_the_request(endpoint: str) -> None:
+    async def body(tokenizer: FakeTokenizer, client: AsyncClient) -> None:
+        with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
+            await client.generate("hang", deadline=0.05)
+        (asked,) = tokenizer.asked
+        assert asked.deadline is not None
+        assert 0 < asked.deadline <= 0.05
+        await until(lambda: tokenizer.aborted == [asked.request_id])
+        with pytest.raises(DeadlineExceeded):
+            await client.embed("hang", deadline=0.05)
+        with pytest.raises(DeadlineExceeded):
+            await client.tokenize("hang", deadline=0.05)
+        with pytest.raises(DeadlineExceeded):
+            _ = [chunk async for chunk in client.stream("hang", deadline=0.05)]
+        assert client.live_requests == 0
+
+    run(endpoint, body)
+
+
+def test_the_clients_own_deadline_is_for_calls_that_do_not_say(endpoint: str) -> None:
+    async def body(tokenizer: FakeTokenizer, client: AsyncClient) -> None:
+        with pytest.raises(DeadlineExceeded):
+            await client.generate("hang")
+        await client.generate("a", deadline=30)
+        await client.generate("a", deadline=None)
+        assert tokenizer.asked[1].deadline == pytest.approx(30, abs=5)
+        assert tokenizer.asked[2].deadline is None
+
+    run(endpoint, body, deadline=0.05)
+
+
+def test_a_deadline_bounds_all_attempts_together(endpoint: str) -> None:
+    async def body(tokenizer: FakeTokenizer, client: AsyncClient) -> None:
+        tokenizer.refusals = [BUSY] * 1000
+        with pytest.raises((Overloaded, DeadlineExceeded)):
+            await client.generate("a", deadline=0.1, retries=100)
+        assert tokenizer.refusals
+        deadlines = [asked.deadline for asked in tokenizer.asked if asked.deadline is not None]
+        assert len(deadlines) == len(tokenizer.asked)
+        assert deadlines == sorted(deadlines, reverse=True)
+
+    run(endpoint, body)
+
+
+def test_no_server_within_the_deadline(endpoint: str) -> None:
     async def main() -> None:
-        client = AsyncClient([endpoint])
-        with pytest.raises(TimeoutError):
+        client = AsyncClient(endpoint)
+        with pytest.raises(Unavailable, match=r"within 0\.05 s"):
             await client.connect(0.05)
+        with pytest.raises((Unavailable, DeadlineExceeded)):
+            await client.generate("a", deadline=0.1)
+        with pytest.raises(Unavailable):
+            await client.generate("a", retries=0)
         await client.close()
 
     asyncio.run(main())
 
 
-@pytest.fixture
-def served(endpoint: str) -> Iterator[Callable[[], FakeTokenizer]]:
-    """A scripted tokenizer on a thread of its own, for the blocking client."""
-    started = threading.Event()
-    holder: list[FakeTokenizer] = []
-    loop = asyncio.new_event_loop()
-
-    async def start() -> None:
-        holder.append(FakeTokenizer(endpoint))
-        started.set()
-
-    def work() -> None:
-        loop.run_until_complete(start())
-        loop.run_forever()
-        holder[0].router.close()
-        loop.close()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert started.wait(5)
-    yield lambda: holder[0]
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+# --- errors ---
 
 
-def test_the_blocking_client_does_the_same(endpoint: str, served: Callable[[], FakeTokenizer]) -> None:
-    with Client([endpoint], timeout=5) as client:
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, BadRequest),
+        (401, AuthenticationFailed),
+        (404, BadRequest),
+        (408, DeadlineExceeded),
+        (409, Conflict),
+        (429, Overloaded),
+        (499, Cancelled),
+        (500, ServerError),
+        (503, Unavailable),
+    ],
+)
+def test_a_status_has_its_error(status: int, kind: type[RequestFailed]) -> None:
+    error = error_of(Failed(1, status, "why", "type", "param", "code", 2.5))
+    assert type(error) is kind
+    assert (error.status, error.message, error.param, error.code, error.retry_after) == (
+        status,
+        "why",
+        "param",
+        "code",
+        2.5,
+    )
+    assert str(error) == "why"
+
+
+# --- blocking ---
+
+
+def test_the_blocking_client_does_the_same(endpoint: str) -> None:
+    with served(endpoint) as tokenizer, Client(endpoint, timeout=5) as client:
         assert client.model == MODEL
-        answers = client.generate(TextPrompt("x y"), SamplingParams(n=2))
-        assert [(text, end.completion_tokens) for text, end in answers] == [("xy", 2), ("xy", 2)]
-        client.generate(TextPrompt("x"), SamplingParams(), **OPTIONS)
-        assert {name: getattr(served().asked[-1], name) for name in OPTIONS} == OPTIONS
-        with pytest.raises(RequestFailed, match="priority must be between"):
-            client.generate(TextPrompt("x"), SamplingParams(), priority=-1_000_001)
-        with pytest.raises(RequestFailed, match="prompt: no"):
-            client.generate(TextPrompt("fail"), SamplingParams())
+        assert client.generate("x y", n=2).choices[1].text == "xy"
+        assert [chunk.text for chunk in client.stream("x y")] == ["x", "y", ""]
+        assert list(client.embed("a").vector) == pytest.approx([0.6, 0.8])
+        assert client.score("ab").token_ids == (1, 2)
+        assert client.detokenize(client.tokenize("ab").token_ids) == "ab"
+        with pytest.raises(BadRequest, match="priority must be between"):
+            client.generate("x", priority=-1_000_001)
+        with pytest.raises(BadRequest, match="prompt: no"):
+            client.generate("fail")
+        with pytest.raises(DeadlineExceeded):
+            client.generate("hang", deadline=0.05)
+        assert tokenizer.asked
 
 
-def test_leaving_a_blocking_stream_early_aborts_it(endpoint: str, served: Callable[[], FakeTokenizer]) -> None:
-    with Client([endpoint], timeout=5) as client:
-        stream = client.stream(TextPrompt("a b c"), SamplingParams(n=2))
-        next(stream)
-        stream.close()
-        assert client.generate(TextPrompt("z"), SamplingParams())[0][0] == "z"
+def test_leaving_a_blocking_stream_early_aborts_it(endpoint: str) -> None:
+    with served(endpoint) as tokenizer, Client(endpoint, timeout=5) as client:
+        for _ in client.stream("a b c", n=2):
+            break
+        assert client.generate("z").text == "z"
+        stream = client.stream("hang")
+        ended: list[object] = []
+
+        def follow() -> None:
+            try:
+                ended.extend(stream)
+            except RequestFailed as error:
+                ended.append(type(error))
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        while len(tokenizer.asked) < 3:
+            pass
+        stream.abort()
+        thread.join(PATIENCE)
+        assert ended == [Cancelled]
 
 
-def test_the_blocking_client_times_out_when_nobody_is_there(endpoint: str) -> None:
-    with pytest.raises(TimeoutError):
-        Client([endpoint], timeout=0.05)
+def test_closing_a_blocking_client_ends_the_calls_of_other_threads(endpoint: str) -> None:
+    with served(endpoint) as tokenizer:
+        client = Client(endpoint, timeout=5)
+        tokenizer.refusals = [Failed(0, 429, "busy", "rate_limit_error", retry_after=3600.0)]
+        ended: list[type[BaseException]] = []
+
+        def call(prompt: str) -> None:
+            try:
+                client.generate(prompt)
+            except RequestFailed as error:
+                ended.append(type(error))
+
+        threads = [threading.Thread(target=call, args=(prompt,)) for prompt in ("a", "hang", "hang")]
+        for thread in threads:
+            thread.start()
+        while len(tokenizer.asked) < 3:
+            pass
+        client.close()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert ended == [Cancelled] * 3
+        with pytest.raises(Cancelled):
+            client.generate("a")
+        client.close()
 
 
-def test_no_endpoint_is_an_error_that_says_so() -> None:
-    with pytest.raises(ValueError, match="endpoints"):
-        AsyncClient([])
+def test_a_stream_may_outlive_its_blocking_client(endpoint: str) -> None:
+    with served(endpoint):
+        client = Client(endpoint, timeout=5)
+        stream = client.stream("a b c")
+        chunks = iter(stream)
+        next(chunks)
+        client.close()
+        stream.abort()
+        with pytest.raises(Cancelled):
+            list(chunks)
 
 
-def test_a_stream_may_outlive_its_client(endpoint: str, served: Callable[[], FakeTokenizer]) -> None:
-    client = Client([endpoint], timeout=5)
-    stream = client.stream(TextPrompt("a b c"), SamplingParams())
-    next(stream)
-    client.close()
-    stream.close()
+def test_a_blocking_client_says_when_nobody_is_there(endpoint: str) -> None:
+    before = threading.active_count()
+    with pytest.raises(Unavailable, match="no server was ready"):
+        Client(endpoint, timeout=0.05)
+    assert threading.active_count() == before
+
+
+def test_the_package_hands_out_the_names_of_the_sdk() -> None:
+    import ipc
+    from ipc import sdk
+
+    assert all(getattr(ipc, name) is getattr(sdk, name) for name in sdk.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Nobody'"):
+        ipc.Nobody  # noqa: B018
