@@ -8,17 +8,20 @@ recorded, replayed and simulated.
 import math
 from array import array
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from config.schema import SchedulerConfig
 from ipc.codec import pack_int64s, pack_ints, unpack_ints
 from ipc.engine_messages import NewRow, RawLogprobs, RowOutput, StepOutputs, StepPlan, StepResult, Submit
-from ipc.messages import Failed, FinishReason
+from ipc.messages import ChoiceTimings, Failed, FinishReason
 from ipc.stats_messages import Stats
 from scheduler_proc.admission import Outages, TtftPredictor
 from scheduler_proc.batching import BatchGate, Batching
 from scheduler_proc.checks import Checks
 from scheduler_proc.cost_model import CostModel
+from scheduler_proc.counters import Counters
+from scheduler_proc.diagnosis.window import State, Totals, Window
 from scheduler_proc.events import (
     Aborted,
     Arrived,
@@ -38,7 +41,7 @@ from scheduler_proc.events import (
 )
 from scheduler_proc.kv_manager import KVManager
 from scheduler_proc.planner import Planner, Step
-from scheduler_proc.request import Request
+from scheduler_proc.request import End, Request
 from scheduler_proc.watchdog import Watchdog
 
 MAX_LOSSES = 3  # of ranks that a request survives without getting a token in between
@@ -47,22 +50,6 @@ MAX_STEPS_IN_FLIGHT = 2  # the device runs one while the next already waits for 
 
 class ProtocolError(Exception):
     """A rank's result that does not belong to the oldest step in flight: the engine cannot be trusted any more."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since start."""
-
-    prompt_tokens: int = 0
-    computed_tokens: int = 0
-    prefill_tokens: int = 0
-    generated_tokens: int = 0
-    finished: int = 0
-    aborted: int = 0
-    refused: int = 0
-    loop_stops: int = 0
-    recoveries: int = 0
-    device_busy_us: int = 0
 
 
 @dataclass(slots=True)
@@ -88,11 +75,16 @@ class SchedulerCore:
         batching: Batching = "continuous",
         cost_model: CostModel | None = None,
         hang_timeout: float = math.inf,
+        measure: bool = True,
+        on_end: Callable[[Request, End], None] | None = None,
     ) -> None:
-        """`hang_timeout`: see `Watchdog`."""
+        """`hang_timeout`: see `Watchdog`. `measure`: keep requests' timelines and a window for diagnoses. `on_end` is
+        told of every request, once nothing of it changes any more.
+        """
         assert config.max_seqs is not None
         assert config.max_step_tokens is not None
         self._vocab_size = vocab_size
+        self._on_end = on_end
         self.kv = KVManager(config, num_blocks, num_host_blocks)
         self.cost_model = cost_model or CostModel()
         self.gate = BatchGate(batching, config.max_seqs, config.batch_wait_ms / 1e3)
@@ -104,6 +96,7 @@ class SchedulerCore:
         self.watchdog = Watchdog(self.cost_model, hang_timeout)
         self.requests: dict[tuple[bytes, int], Request] = {}
         self.counters = Counters()
+        self.window = Window(config.block_size) if measure else None
         self.engine_ready = False
         self._in_flight: deque[Step] = deque()
         self._next_step = 0
@@ -117,22 +110,32 @@ class SchedulerCore:
     def steps_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def in_flight(self) -> Iterable[Step]:
+        """Those steps, the oldest first; for people to look at."""
+        return self._in_flight
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.engine_ready and not self._in_flight
+
     def handle(self, event: Event) -> list[Command]:
         """Take one event in; the commands are to be carried out in order."""
         outboxes: dict[bytes, _Outbox] = {}
+        self.counters.pass_time(event.time, idle=self._is_idle, has_requests=bool(self.requests))
         match event:
             case StepDone(time, result, ended):
                 self._step_done(time, result, ended, outboxes)
             case Arrived(time, peer, submit):
                 self._arrive(time, peer, submit, outboxes)
-            case Aborted(_, peer, request_ids):
+            case Aborted(time, peer, request_ids):
                 for request_id in request_ids:
-                    self._abort(self.requests.get((peer, request_id)))
+                    self._abort(self.requests.get((peer, request_id)), time)
             case Stopped(time, peer, request_id):
                 self._stop(self.requests.get((peer, request_id)), time)
-            case PeerLost(_, peer):
+            case PeerLost(time, peer):
                 for request in [request for request in self.requests.values() if request.peer == peer]:
-                    self._abort(request)
+                    self._abort(request, time)
             case EngineReady(time, after_crash):
                 self.engine_ready = self._failed is None
                 self._outages.end(time)
@@ -173,7 +176,7 @@ class SchedulerCore:
         """Queue a request, or say why not."""
         tokens: array[int] = array("i")
         tokens.frombytes(submit.token_ids)
-        request = Request(peer, submit, tokens, time, self._next_order)
+        request = Request(peer, submit, tokens, time, self._next_order, measured=self.window is not None)
         if self._failed is not None:
             refusal: Failed | None = _unavailable(submit.request_id, self._failed)
         elif (peer, submit.request_id) in self.requests:
@@ -182,26 +185,34 @@ class SchedulerCore:
             refusal = self.checks.refusal(request, submit)
         if refusal is not None:
             self.counters.refused += 1
+            if self._on_end is not None:
+                self._on_end(request, "refused")
             outboxes.setdefault(peer, _Outbox()).rows.append(refusal)
             return
         self._next_order += 1
         self.requests[peer, submit.request_id] = request
         self.planner.add(request)
+        if self.window is not None:
+            self.window.arrive(request)
         self.checks.queued_tokens += request.num_prompt
 
-    def _abort(self, request: Request | None) -> None:
+    def _abort(self, request: Request | None, time: float) -> None:
         if request is not None:  # else it ended while the abort was on its way
-            self._end(request)
+            if self.window is not None:
+                self.window.end(request, time, "aborted")
+            self._end(request, "abort")
             self.counters.aborted += 1
 
     def _stop(self, request: Request | None, time: float) -> None:
         if request is not None:
             if request.row >= 0:
                 self.predictor.observe_finish(time - request.started, request.num_outputs)
-            self._end(request)
+            if self.window is not None:
+                self.window.end(request, time, "stop")
+            self._end(request, "stop")
             self.counters.finished += 1
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: Request, end: End) -> None:
         """Release everything of a request; a result still on its way for it will be dropped."""
         del self.requests[request.peer, request.request_id]
         if request.cached_tokens < 0:
@@ -209,6 +220,8 @@ class SchedulerCore:
         row = self.planner.remove(request)
         if row is not None:
             self._freed_rows.append(row)
+        if self._on_end is not None:
+            self._on_end(request, end)
 
     def _lose_engine(self, in_step: bool, outboxes: dict[bytes, _Outbox]) -> None:
         """Nobody will answer the steps in flight; running requests wait to be computed again.
@@ -230,7 +243,7 @@ class SchedulerCore:
                 reason = f"the model's ranks died {MAX_LOSSES} times while they computed this request"
                 failed = Failed(request.request_id, 500, reason, "server_error", None, "engine_died")
                 outboxes.setdefault(request.peer, _Outbox()).rows.append(failed)
-                self._end(request)
+                self._end(request, "error")
 
     def _fail_all(self, reason: str, outboxes: dict[bytes, _Outbox]) -> None:
         self._failed = reason
@@ -238,7 +251,7 @@ class SchedulerCore:
         self._in_flight.clear()
         for request in list(self.requests.values()):
             outboxes.setdefault(request.peer, _Outbox()).rows.append(_unavailable(request.request_id, reason))
-            self._end(request)
+            self._end(request, "error")
 
     # --- steps ---
 
@@ -255,6 +268,7 @@ class SchedulerCore:
                 self.counters.prompt_tokens += request.num_prompt
         self._next_step += 1
         self._in_flight.append(step)
+        self.counters.count_plan(step.limit)
         plan = self._encode(step)
         self._freed_rows = []
         self.kv.end_plan()
@@ -308,13 +322,11 @@ class SchedulerCore:
         busy = result.prepare_us + result.forward_us + result.sample_us
         if rows or step.prefills:  # else it only copied blocks
             self.cost_model.observe(step.shape, busy / 1e6)
-        self.counters.device_busy_us += busy + result.score_us
-        self.counters.computed_tokens += len(step.decodes) + step.prefill_tokens
+        self.counters.count_step(result, len(step.decodes), step.prefill_tokens)
         completed = frozenset(result.completed)
         failed = {failure.index: failure.message for failure in result.failed}
-        self.counters.prefill_tokens += step.prefill_tokens
-        for request, _ in step.prefills:
-            request.last_progress = time
+        if step.prefills:
+            self._take_chunks(time, step, outboxes)
         if result.prompt_scores:
             self._take_scores(step, result, outboxes)
         number, index, taken = step.number, -1, 0
@@ -347,6 +359,52 @@ class SchedulerCore:
                 box.plain_ids.append(request.request_id)
                 box.plain_tokens.append(token)
         self.counters.generated_tokens += taken
+        if self.window is not None:
+            self.window.step_done(step, time, busy / 1e6, self._state(time))
+
+    def _state(self, time: float) -> State:
+        kv = self.kv
+        used = kv.pool.total - kv.pool.num_free - kv.pool.num_in_transit - kv.tree.num_evictable
+        return State(self.planner.num_running, len(self.planner.policy), used / kv.pool.total, self.totals(time))
+
+    def totals(self, time: float) -> Totals:
+        """What the diagnosis' window counts, up to this moment."""
+        counters = self.counters
+        empty, starved = counters.idle_until(time, idle=self._is_idle, has_requests=bool(self.requests))
+        return Totals(
+            counters.generated_tokens,
+            self.planner.num_preemptions,
+            self.planner.recomputed_tokens,
+            self.kv.evicted_blocks,
+            counters.refused,
+            counters.aborted,
+            empty,
+            starved,
+            self._next_order,
+            counters.finished,
+        )
+
+    def _take_chunks(self, time: float, step: Step, outboxes: dict[bytes, _Outbox]) -> None:
+        """Book the prompt tokens that a step has computed, before the tokens that it has sampled."""
+        counts = step.columns[4 * len(step.decodes) + 2 :: 4]
+        for (request, sample), count in zip(step.prefills, counts, strict=True):
+            request.last_progress = time
+            counts_for_it = request.row >= 0 and step.number >= request.first_valid_step
+            if request.timeline is None:
+                continue
+            request.timeline.add_chunk(step.planned, time, count, sampled=sample and counts_for_it)
+            if sample and counts_for_it and request.tells_timings:
+                timings = self._timings(request, 0.0, request.num_outputs + 1)
+                row = RowOutput(request.request_id, b"", cached_tokens=max(0, request.cached_tokens), timings=timings)
+                outboxes.setdefault(request.peer, _Outbox()).rows.append(row)
+
+    @staticmethod
+    def _timings(request: Request, last_token: float, outputs: int) -> ChoiceTimings | None:
+        if request.timeline is None:
+            return None
+        return request.timeline.tell(
+            queued=request.arrival, last_token=last_token, outputs=outputs, preemptions=request.preemptions
+        )
 
     def _take_scores(self, step: Step, result: StepResult, outboxes: dict[bytes, _Outbox]) -> None:
         """Hand on log-probabilities of prompts; a request gets each of its prompt's once, in order."""
@@ -383,6 +441,7 @@ class SchedulerCore:
         `whole`: it completes what the request's grammar describes.
         """
         finish: FinishReason | None = None
+        timings: ChoiceTimings | None = None
         stop_token = None
         loop = request.loop_detector is not None and request.loop_detector.take(token)
         may_stop = request.num_outputs > request.min_tokens
@@ -400,18 +459,29 @@ class SchedulerCore:
             self.counters.loop_stops += loop
             self.counters.finished += 1
             self.predictor.observe_finish(time - request.started, request.num_outputs)
-            self._end(request)
+            timings = self._timings(request, time, request.num_outputs)
+            if self.window is not None:
+                self.window.end(request, time, finish)
+            self._end(request, finish)
         entries = () if logprobs is None else (logprobs,)
         cached = max(0, request.cached_tokens)
         return RowOutput(
-            request.request_id, pack_ints((token,)), finish, stop_token, cached, entries, loop, embedding=embedding
+            request.request_id,
+            pack_ints((token,)),
+            finish,
+            stop_token,
+            cached,
+            entries,
+            loop,
+            embedding=embedding,
+            timings=timings,
         )
 
     def _fail(self, request: Request, message: str, outboxes: dict[bytes, _Outbox]) -> None:
         """End a request that its own parameters have led to where no token is possible."""
         failed = Failed(request.request_id, 400, message, "invalid_request_error", "grammar", "grammar_failed")
         outboxes.setdefault(request.peer, _Outbox()).rows.append(failed)
-        self._end(request)
+        self._end(request, "error")
 
     # --- for people ---
 
@@ -419,6 +489,7 @@ class SchedulerCore:
         """Counters and gauges of this moment."""
         stuck = min(self.requests.values(), key=lambda request: request.last_progress, default=None)
         kv, planner, counters = self.kv, self.planner, self.counters
+        empty, starved = counters.idle_until(time, idle=self._is_idle, has_requests=bool(self.requests))
         return Stats(
             time=unix_time,
             step=self._next_step,
@@ -454,6 +525,15 @@ class SchedulerCore:
             loop_stops=counters.loop_stops,
             blocks_unused=kv.tree.num_evictable,
             prefill_tokens=counters.prefill_tokens,
+            step_tokens=tuple(counters.step_tokens),
+            limits=tuple(counters.limits.items()),
+            prepare_seconds=counters.prepare_us / 1e6,
+            forward_seconds=counters.forward_us / 1e6,
+            sample_seconds=counters.sample_us / 1e6,
+            score_seconds=counters.score_us / 1e6,
+            between_seconds=counters.between_us / 1e6,
+            empty_seconds=empty,
+            starved_seconds=starved,
         )
 
 

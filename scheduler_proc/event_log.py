@@ -11,10 +11,8 @@ whole is read.
 """
 
 import copy
-import errno
 import hashlib
 import logging
-import os
 import secrets
 import struct
 from array import array
@@ -25,7 +23,7 @@ from typing import BinaryIO
 import msgspec
 from msgspec import Struct
 
-from config.event_log_file import IN_THE_WAY, MAGIC, is_replaceable
+from config.recordings import EVENT_LOG, create_recording
 from config.schema import SchedulerConfig
 from ipc.codec import unpack_int64s, unpack_ints
 from ipc.engine_messages import PromptScores, RowFailure, RowOutput, SamplingSpec, StepOutputs, StepPlan, StepResult
@@ -120,16 +118,8 @@ def digest_of(plan: StepPlan) -> PlanDigest:
 
 
 def create(path: str) -> BinaryIO:
-    """A new log, readable by its owner only; an earlier one is kept as PATH.old.
-
-    OSError when it cannot be written, or when something else than a log is there.
-    """
-    if not is_replaceable(path):
-        raise OSError(errno.EEXIST, IN_THE_WAY)
-    if os.path.lexists(path):
-        os.replace(path, path + ".old")
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    return os.fdopen(descriptor, "wb", buffering=1 << 20)
+    """A new log, as `create_recording` makes it, for a `Recorder`."""
+    return create_recording(EVENT_LOG, path, 1 << 20)
 
 
 class _Live:
@@ -163,7 +153,7 @@ class Recorder:
         self._by_sampling: dict[int, _Live] = {}  # the same by id() of their sampling settings
         self._rows: dict[int, _Live] = {}  # the worker's rows, as the newest plan leaves them
         self._sampled: dict[int, list[_Live]] = {}  # step in flight -> whose tokens it samples, in order
-        file.write(MAGIC)
+        file.write(EVENT_LOG.magic)
         # The path is no setting of the core, and may tell more than the log is meant to.
         self._write(msgspec.structs.replace(header, config=msgspec.structs.replace(header.config, event_log="")))
 
@@ -331,7 +321,7 @@ class EventLog:
         self.path = path
         self.cut = False  # after a full iteration: the last record is not complete
         with path.open("rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
+            if file.read(len(EVENT_LOG.magic)) != EVENT_LOG.magic:
                 raise EventLogError(f"{path}: not an event log of the scheduler")
             record = self._next(file)
             if record is None:

@@ -7,12 +7,15 @@ may be lost and come back: the core keeps the requests meanwhile, and the tokeni
 import asyncio
 import gc
 import logging
+import os
 import secrets
 import time
 from collections import deque
 
+import msgspec
 import uvloop
 
+from config.memory_plan import weight_bytes
 from config.schema import ChildSpec
 from ipc.channels import AsyncRouter
 from ipc.codec import Decoder
@@ -20,17 +23,26 @@ from ipc.control import Control, Drain, Order, StartError, Unresponsive, end_on_
 from ipc.engine_messages import (
     AbortRequests,
     FromWorker,
+    RankReport,
     SchedulerReady,
     StepFailed,
     StopRequest,
     Submit,
     TokenizerHello,
+    TokenizerReport,
     ToScheduler,
     WorkerReady,
 )
+from ipc.messages import ClientReport
+from ipc.process_usage import UsageMeter, watch_loop
 from ipc.sessions import LinkError
 from ipc.stats_channel import StatsPublisher
+from ipc.stats_messages import ProcessUsage, TokenizerWork
+from ipc.tracing import Tracer
 from scheduler_proc.core import SchedulerCore
+from scheduler_proc.diagnosis.changes import Engine
+from scheduler_proc.diagnosis.diagnoses import Diagnoses
+from scheduler_proc.diagnosis.launch_check import LaunchCheck
 from scheduler_proc.event_log import Header, Recorder, create
 from scheduler_proc.events import (
     Aborted,
@@ -51,6 +63,8 @@ from scheduler_proc.events import (
 )
 from scheduler_proc.inspector import Inspector
 from scheduler_proc.ranks import Ranks
+from scheduler_proc.step_tracer import StepTracer
+from scheduler_proc.trace_recorder import TraceRecorder
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +81,7 @@ class Scheduler:
         assert max_model_len is not None  # resolved by the launcher
         self._spec = spec
         self._control = control
+        self._trace = _start_trace(spec)
         self.core = SchedulerCore(
             spec.config.scheduler,
             num_blocks=spec.num_blocks,
@@ -74,6 +89,8 @@ class Scheduler:
             max_model_len=max_model_len,
             vocab_size=spec.arch.vocab_size,
             hang_timeout=spec.config.supervisor.hang_timeout,
+            measure=spec.config.supervisor.measure,
+            on_end=None if self._trace is None else self._trace.ended,
         )
         self._recorder = self._start_recording(spec, max_model_len)
         to_scheduler: Decoder[ToScheduler] = Decoder(ToScheduler)
@@ -85,8 +102,17 @@ class Scheduler:
             spec.endpoints.workers, from_worker, spec.incarnation, self._from_worker, self._worker_lost, strict=True
         )
         self._publisher = StatsPublisher(spec.endpoints.stats)
+        self._tracer = Tracer("scheduler-0", spec.endpoints.traces.get("scheduler-0", ""))
+        handle = self.core.handle if self._recorder is None else self._recorder.handle
+        self._core_handle = StepTracer(self.core, handle, self._tracer).handle
         self._inspector = Inspector(self.core, secrets.token_bytes(32))
+        measures = spec.config.supervisor.measure
+        self._diagnoses = Diagnoses(self.core, _engine_of(spec), self._publisher) if measures else None
         self._greeted: set[bytes] = set()
+        self._meter = UsageMeter("scheduler")
+        self._usage: dict[bytes, ProcessUsage] = {}  # of the other processes, as they told last
+        self._tokenizer_work: dict[bytes, TokenizerWork] = {}
+        self._clients: dict[bytes, tuple[ClientReport, ...]] = {}  # that report to this tokenizer process
         self._ranks = Ranks(spec.config.worker.tp)
         self._serving = False  # the ranks have been ready once
         self._step_failed = False  # as a rank has said before it ended
@@ -101,12 +127,17 @@ class Scheduler:
         self._control.listen(lambda order: loop.call_soon_threadsafe(self._obey, order), loop)
         self._tokenizers.start()
         self._workers.start()
+        self._tracer.start()
         # A full collection over a large radix tree takes tens of milliseconds and finds nothing: it makes no cycles.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
         self._control.stage("waiting for the ranks")
         self._tick()
+        measuring = []
+        if self._diagnoses is not None:
+            work = (watch_loop(self._meter.add_lag), self._diagnoses.run())
+            measuring = [loop.create_task(part) for part in work]
         while not self._ended.is_set():
             self._publish()
             self._publish_details()
@@ -117,9 +148,13 @@ class Scheduler:
                     await self._ended.wait()
             except TimeoutError:
                 continue
+        for task in measuring:
+            task.cancel()
         await asyncio.sleep(_FLUSH_SECONDS)
         if self._recorder is not None:
             self._recorder.flush()
+        if self._trace is not None:
+            await asyncio.to_thread(self._trace.close)
         return 0
 
     def _start_recording(self, spec: ChildSpec, max_model_len: int) -> Recorder | None:
@@ -140,7 +175,13 @@ class Scheduler:
         return Recorder(self.core.handle, file, header, spec.arch.vocab_size)
 
     def _publish(self) -> None:
-        self._publisher.send(self.core.stats(time.monotonic(), time.time()))
+        stats = self.core.stats(time.monotonic(), time.time())
+        processes = (self._meter.usage(), *self._usage.values())
+        work = tuple(self._tokenizer_work.values())
+        self._publisher.send(msgspec.structs.replace(stats, processes=processes, tokenizers=work))
+        if self._diagnoses is not None:
+            clients = tuple(report for reports in self._clients.values() for report in reports)
+            self._diagnoses.processes.take(time.monotonic(), processes, work, clients)
 
     def _publish_details(self) -> None:
         now = time.monotonic()
@@ -160,12 +201,14 @@ class Scheduler:
         if self._handling:
             return  # a send found its peer gone: that loss is an event of its own, after the commands under way
         self._handling = True
-        handle = self.core.handle if self._recorder is None else self._recorder.handle
         try:
             while self._events:
                 self._set_timer(None)
-                for command in handle(self._events.popleft()):
+                handled = self._events.popleft()
+                for command in self._core_handle(handled):
                     self._carry_out(command)
+                if self._trace is not None and isinstance(handled, PeerLost):
+                    self._trace.peer_lost(handled.peer)
         finally:
             self._handling = False
 
@@ -210,6 +253,8 @@ class Scheduler:
                 self._greeted.add(peer)
                 if self._serving:
                     self._welcome(peer)
+            case TokenizerReport(usage, work, clients):
+                self._usage[peer], self._tokenizer_work[peer], self._clients[peer] = usage, work, clients
 
     def _tokenizer_lost(self, peer: bytes) -> None:
         self._greeted.discard(peer)
@@ -226,6 +271,8 @@ class Scheduler:
         elif isinstance(message, StepFailed):
             # Not of a loss that is known already: the others of a killed rank fail too, waiting for it.
             self._step_failed = self._ranks.ready
+        elif isinstance(message, RankReport):
+            self._usage[peer] = message.usage
         elif peer != self._ranks.names[0]:
             raise LinkError(f"{peer!r} sent a step result; only rank 0 may")
         elif self._ranks.ready:  # else it is of a step that the core has given up with the lost ranks
@@ -255,6 +302,35 @@ class Scheduler:
             self._handle(EngineLost(time.monotonic(), self._step_failed))
             self._step_failed = False
             self._publish()
+
+
+def _engine_of(spec: ChildSpec) -> Engine:
+    model = spec.config.model
+    as_floats, as_in_file = (
+        weight_bytes(
+            spec.arch, msgspec.structs.replace(model, quantization=how), native_kernels=True, has_bfloat16=True
+        )[0]
+        for how in ("none", "auto")
+    )
+    return Engine(
+        config=spec.config,
+        num_blocks=spec.num_blocks,
+        kv_memory_bytes=spec.kv_memory_bytes,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
+        dequantized=as_floats / as_in_file,
+        launch=LaunchCheck(spec.asked, spec.arch, spec.machine) if spec.asked and spec.machine else None,
+    )
+
+
+def _start_trace(spec: ChildSpec) -> TraceRecorder | None:
+    """Of the requests, when that is wanted. StartError when its file cannot be created."""
+    path = spec.config.supervisor.record
+    if not path:
+        return None
+    try:
+        return TraceRecorder(path, spec.config.scheduler.block_size)
+    except OSError as error:
+        raise StartError(f"--record {path}: {error.strerror}") from None
 
 
 def main(spec: ChildSpec, control: Control) -> int:

@@ -10,6 +10,7 @@ import math
 from bisect import insort
 
 from config.schema import SchedulerConfig
+from ipc.stats_messages import StepLimit
 from scheduler_proc.batching import BatchGate
 from scheduler_proc.cost_model import CostModel, StepShape
 from scheduler_proc.kv_manager import Growth, KVManager
@@ -33,7 +34,9 @@ class Step:
         "decodes",
         "freed_rows",
         "grown",
+        "limit",
         "number",
+        "planned",
         "preempted",
         "prefill_context",
         "prefill_tokens",
@@ -41,8 +44,9 @@ class Step:
         "wake_at",
     )
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, planned: float) -> None:
         self.number = number
+        self.planned = planned  # when, in seconds on the clock of the core's events
         self.decodes: list[Request] = []
         self.prefills: list[tuple[Request, bool]] = []  # and whether its next token is sampled
         self.columns: list[int] = []  # row, start, count, sample of each of the above, in order
@@ -55,6 +59,7 @@ class Step:
         self.prefill_tokens = 0
         self.prefill_context = 0.0
         self.wake_at: float | None = None
+        self.limit: StepLimit = "nothing"  # what kept more out of it
 
     @property
     def shape(self) -> StepShape:
@@ -182,16 +187,20 @@ class Planner:
 
     def plan(self, number: int, now: float) -> Step:
         """Decide step `number` at time `now`; it may turn out empty."""
-        step = Step(number)
+        step = Step(number, now)
         self._kv.begin_plan(number)
         if self._config.prefer == "prefill":
             self._prefill(step, self._max_step_tokens, now)
             if not step.prefills:
                 self._decode(step)
+            elif self.decoding:
+                step.limit = "prefer"
         else:
             self._decode(step)
             if self._config.prefer == "mixed" or not step.decodes:
                 self._prefill(step, self._max_step_tokens - len(step.decodes), now)
+            elif self.prefilling or len(self.policy):
+                step.limit = "prefer"
         if self._charges:
             for request in step.decodes:
                 self.policy.served(request, 1)
@@ -249,7 +258,9 @@ class Planner:
 
     def _prefill(self, step: Step, budget: int, now: float) -> None:
         """Share up to `budget` tokens among prompts: running short ones, new ones, and the long ones' part."""
-        budget = min(budget, self._prompt_limit(step))
+        within_itl = self._prompt_limit(step)
+        out_of_tokens: StepLimit = "max_itl_ms" if within_itl < budget else "max_step_tokens"
+        budget = min(budget, within_itl)
         longs = [request for request in self.prefilling if request.is_long]
         left = budget - self._share_of_longs(budget, longs)  # for short prompts
         for request in [request for request in self.prefilling if not request.is_long]:
@@ -258,6 +269,16 @@ class Planner:
             self._admit(step, budget, left, longs, now)
         for request in longs:
             self._give(request, budget - step.prefill_tokens, step, now)
+        if step.preempted:
+            step.limit = "kv_blocks"
+        elif step.limit == "max_step_tokens":
+            step.limit = out_of_tokens
+        elif step.limit == "nothing" and self.missing_tokens:
+            if budget - step.prefill_tokens < self._config.block_size:
+                step.limit = out_of_tokens
+            else:
+                cut = any(request.num_planned < request.num_known for request, _ in step.prefills)
+                step.limit = "prefill_chunk" if cut else "kv_blocks"
 
     def _share_of_longs(self, budget: int, longs: list[Request]) -> int:
         """Tokens of a step that are kept for long prompts, however many short ones there are."""
@@ -293,6 +314,8 @@ class Planner:
         if count <= 0:
             return 0
         request.num_planned += count
+        if request.timeline is not None and not request.timeline.first_scheduled:
+            request.timeline.first_scheduled = now
         sample = request.num_planned == request.num_known
         step.prefills.append((request, sample))
         step.columns += (request.row, start, count, int(sample))
@@ -327,18 +350,36 @@ class Planner:
             return
         oldest = min(request.arrival for request in self.policy) if not self.num_running else now
         places, step.wake_at = self._gate.places(now, len(self.policy), self.num_running, oldest)
-        rows = min(len(self._free_rows), places, self._row_limit() - self.num_running)
+        within_itl = self._row_limit() - self.num_running
+        rows = min(len(self._free_rows), places, within_itl)
         while rows > 0 and left > 0:
             request = self._next(longs, now)
-            if request is None or self._is_held_back(request) or not self._start(request, step, now):
-                break
+            if request is None:
+                step.limit = "long_prompts"
+                return
+            if self._is_held_back(request):
+                step.limit = "suspect"
+                return
+            if not self._start(request, step, now):
+                step.limit = "kv_blocks"
+                return
             rows -= 1
+            places -= 1
+            within_itl -= 1
             if request.is_long:
                 kept = self._share_of_longs(budget, longs)
                 longs.append(request)
                 left -= self._share_of_longs(budget, longs) - kept
             else:
                 left -= self._give(request, left, step, now)
+        if not len(self.policy):
+            return
+        if rows > 0:
+            step.limit = "max_step_tokens"
+        elif not self._free_rows:
+            step.limit = "max_seqs"
+        else:
+            step.limit = "batch_wait_ms" if places <= 0 else "max_itl_ms"
 
     def _is_held_back(self, request: Request) -> bool:
         """One suspect at a time, until it has got a token: else all would be lost again with the guilty one."""

@@ -2,10 +2,14 @@
 
 from array import array
 from enum import Enum, auto
+from typing import Literal
 
 from ipc.engine_messages import SamplingSpec, Submit
 from scheduler_proc.loops import LoopDetector
 from scheduler_proc.radix_tree import Node
+from scheduler_proc.timeline import Timeline
+
+End = Literal["stop", "length", "abort", "error", "refused"]
 
 
 class State(Enum):
@@ -30,6 +34,8 @@ class Request:
         "block_table",
         "cached_tokens",
         "capacity",
+        "choice",
+        "choices",
         "external_id",
         "first_valid_step",
         "is_long",
@@ -56,6 +62,7 @@ class Request:
         "preemptions",
         "priority",
         "promised",
+        "repeated",
         "request_id",
         "row",
         "sampling",
@@ -63,16 +70,22 @@ class Request:
         "started",
         "state",
         "stop_token_ids",
+        "tells_timings",
         "tenant",
+        "timeline",
         "tokens",
         "tokens_at_loss",
         "ttft_target",
         "uncached",
     )
 
-    def __init__(self, peer: bytes, submit: Submit, tokens: "array[int]", arrival: float, order: int) -> None:
+    def __init__(
+        self, peer: bytes, submit: Submit, tokens: "array[int]", arrival: float, order: int, *, measured: bool = True
+    ) -> None:
+        """`measured`: whether it has a timeline."""
         self.peer = peer
         self.request_id = submit.request_id
+        self.choice, self.choices = submit.choice, submit.choices
         self.external_id = submit.external_id
         self.namespace = submit.namespace
         self.tenant = submit.tenant
@@ -91,10 +104,13 @@ class Request:
         self.tokens = tokens  # prompt and known outputs
         self.num_prompt = len(tokens)
         self.uncached = self.num_prompt  # tokens to compute, as it looked when it arrived, or when all KV was lost
+        self.repeated = 0  # leading tokens that an earlier prompt had too; set by the diagnosis' window
         self.is_long = False  # set by the planner, whose setting it is
         self.arrival = arrival
         self.order = order  # serial number of its arrival: no two are equal
         self.last_progress = arrival
+        self.timeline = Timeline() if measured else None
+        self.tells_timings = submit.tells_timings
         self.last = self.num_prompt + submit.max_tokens - 1  # the position that is sampled last, and never computed
         self.num_planned = 0
         self.num_known = 0  # tokens that were known when it was last admitted: what has to be prefilled

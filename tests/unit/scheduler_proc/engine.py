@@ -31,8 +31,9 @@ from scheduler_proc.events import (
 )
 from scheduler_proc.invariants import violations
 from tests.unit.scheduler_proc.fake_worker import VOCABULARY, FakeWorker, continuation
+from tests.unit.scheduler_proc.timelines import Timelines
 
-GREEDY = SamplingSpec()
+GREEDY = SamplingSpec()  # its seed becomes the request's id
 PEER = b"tok0"
 
 
@@ -52,6 +53,7 @@ class Engine:
         batching: Batching = "continuous",
         cost_model: CostModel | None = None,
         hang_timeout: float = math.inf,
+        measure: bool = True,
         **settings: Any,
     ) -> None:
         config = SchedulerConfig(
@@ -70,6 +72,7 @@ class Engine:
             batching=batching,
             cost_model=cost_model,
             hang_timeout=hang_timeout,
+            measure=measure,
         )
         self.new_worker = lambda: FakeWorker(num_blocks, block_size, max_seqs, num_host_blocks)
         self.worker = self.new_worker()
@@ -86,6 +89,7 @@ class Engine:
         self.embeddings: dict[int, bytes] = {}
         self.scores: dict[int, list[float]] = {}  # log-probabilities of prompts
         self.failures: dict[int, Failed] = {}
+        self.timelines = Timelines(measured=measure)
         self.silenced: set[int] = set()  # aborted or stopped from outside: nothing may come for them any more
         self.handle(EngineReady(0.0))
 
@@ -101,6 +105,7 @@ class Engine:
         if isinstance(command, SendPlan):
             self.plans.append(command.plan)
             self.sent.append(command.plan)
+            self.timelines.planned(self.time, command.plan)
             return
         if isinstance(command, WakeAt):
             self.wake_at = command.time
@@ -122,6 +127,7 @@ class Engine:
         for request_id, token in zip(plain_ids, plain_tokens, strict=True):
             self._check_live(request_id)
             self.outputs.setdefault(request_id, []).append(token)
+            self.timelines.token(self.time, request_id)
         for row in command.outputs.rows:
             self._check_live(row.request_id)
             if isinstance(row, Failed):
@@ -129,9 +135,13 @@ class Engine:
                 self.ends[row.request_id] = "failed"
                 continue
             assert isinstance(row, RowOutput)
+            tokens = unpack_ints(row.token_ids)
+            if tokens:
+                self.timelines.token(self.time, row.request_id)
+            self.timelines.check(self.time, row, len(self.submitted[row.request_id][0]))
             if row.prompt_scores is not None:
                 continue
-            self.outputs.setdefault(row.request_id, []).extend(unpack_ints(row.token_ids))
+            self.outputs.setdefault(row.request_id, []).extend(tokens)
             self.cached[row.request_id] = row.cached_tokens
             if row.embedding:
                 self.embeddings[row.request_id] = row.embedding
@@ -157,6 +167,8 @@ class Engine:
         self.submitted[request_id] = (prompt, max_tokens, frozenset(stops), min_tokens)
         if fields.get("score_prompt"):
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=0)
+        sampling = msgspec.structs.replace(sampling, seed=request_id)
+        self.timelines.arrived(self.time, request_id)
         submit = Submit(
             request_id, pack_ints(prompt), max_tokens, min_tokens, pack_ints(stops), sampling, namespace, **fields
         )
@@ -174,6 +186,7 @@ class Engine:
         seconds = self.seconds(plan)
         self.time += seconds
         result = self.worker.execute(plan)
+        self.timelines.answered(self.time, plan.step)
         self.handle(StepDone(self.time, msgspec.structs.replace(result, forward_us=int(seconds * 1e6))))
         return True
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from config.event_log_file import MAGIC
+from config.recordings import EVENT_LOG
 from config.schema import SchedulerConfig
 from ipc.codec import pack_ints, unpack_ints
 from ipc.engine_messages import NewRow, PromptScores, RowFailure, RowOutput, SamplingSpec, StepPlan, StepResult, Submit
@@ -374,9 +374,9 @@ def sum_of_lengths(data: bytes, start: int, records: int) -> int:
     [
         (b"", "not an event log"),
         (b"GGUFwhatever", "not an event log"),
-        (MAGIC, "ends before its header"),
-        (MAGIC + struct.pack("<I", 3) + b"\xc1\xc1\xc1", "header cannot be read"),
-        (MAGIC + struct.pack("<I", 1 << 30), "cannot be true"),
+        (EVENT_LOG.magic, "ends before its header"),
+        (EVENT_LOG.magic + struct.pack("<I", 3) + b"\xc1\xc1\xc1", "header cannot be read"),
+        (EVENT_LOG.magic + struct.pack("<I", 1 << 30), "cannot be true"),
     ],
 )
 def test_what_is_no_log_is_said_so(data: bytes, message: str, tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_what_is_no_log_is_said_so(data: bytes, message: str, tmp_path: Path) ->
 def test_another_version_is_named(tmp_path: Path) -> None:
     record_of_header = msgspec.msgpack.encode({"version": 99, "something": "new"})
     path = tmp_path / "new.log"
-    path.write_bytes(MAGIC + struct.pack("<I", len(record_of_header)) + record_of_header)
+    path.write_bytes(EVENT_LOG.magic + struct.pack("<I", len(record_of_header)) + record_of_header)
     with pytest.raises(EventLogError, match="format 99; this program reads format 1"):
         EventLog(path)
 
@@ -413,7 +413,7 @@ def test_another_way_to_schedule_is_found_out(log: Path, tmp_path: Path) -> None
     changed = msgspec.structs.replace(header, config=msgspec.structs.replace(header.config, prefill_chunk=3))
     encoded = msgspec.msgpack.encode(changed)
     path = tmp_path / "changed.log"
-    path.write_bytes(MAGIC + struct.pack("<I", len(encoded)) + encoded + data[12 + length :])
+    path.write_bytes(EVENT_LOG.magic + struct.pack("<I", len(encoded)) + encoded + data[12 + length :])
     result = replay(path)
     assert result.equal < result.plans
     assert "scheduled" in result.difference
@@ -438,12 +438,12 @@ def test_every_part_of_a_plan_is_in_its_digest() -> None:
 
 def test_a_log_is_private_and_the_last_one_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "events.log"
-    for content in (MAGIC + b"first", MAGIC + b"second"):
+    for content in (EVENT_LOG.magic + b"first", EVENT_LOG.magic + b"second"):
         with create(str(path)) as file:
             file.write(content)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert path.read_bytes() == MAGIC + b"second"
-    assert (tmp_path / "events.log.old").read_bytes() == MAGIC + b"first"
+    assert path.read_bytes() == EVENT_LOG.magic + b"second"
+    assert (tmp_path / "events.log.old").read_bytes() == EVENT_LOG.magic + b"first"
     with pytest.raises(OSError, match="No such file"):
         create(str(tmp_path / "nowhere" / "events.log"))
 
@@ -452,7 +452,7 @@ def test_nothing_else_is_moved_out_of_the_way(tmp_path: Path) -> None:
     other = tmp_path / "config.toml"
     other.write_text("[model]")
     for path in (other, tmp_path):
-        with pytest.raises(FileExistsError, match="no event log"):
+        with pytest.raises(FileExistsError, match="not an event log"):
             create(str(path))
     assert other.read_text() == "[model]"
 

@@ -80,6 +80,7 @@ def submit_random(engine: Engine, rng: random.Random, number: int) -> None:
         priority=rng.randint(-2, 2),
         ttft_target_ms=rng.choice([None, None, 1.0, 50.0, 10_000.0]),
         cache_pin_seconds=rng.choice([0.0, 0.0, 0.0, 0.05, 100.0]),
+        tells_timings=rng.random() < 0.3,
     )
 
 
