@@ -14,17 +14,22 @@ How a choice ends:
 A `Delta` is made only when there is new text, or at the end. It carries the ids of the tokens whose text is out; those
 of tokens whose text is still held back (an incomplete character, a possible stop string) wait with it, as do their
 log-probabilities, which would otherwise give the held text away.
+
+The scheduler tells its part of the timings with the end of the choice. It does not know of stop strings, so a request
+that has some gets them with its first token too (and again behind each preemption); where one ends the choice, the
+steps since are its tokens, and the last token's time is when it was taken in here.
 """
 
 import struct
+import time
 from collections import deque
 from collections.abc import Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from ipc.codec import pack_ints, unpack_floats, unpack_ints
 from ipc.engine_messages import RawLogprobs, RowOutput
-from ipc.messages import Delta, Finished, FinishReason, PositionLogprobs, SamplingParams
+from ipc.messages import ChoiceTimings, Delta, Finished, FinishReason, PositionLogprobs, SamplingParams, Timings
 
 from .prompt_report import name_token
 from .stops import StopMatcher
@@ -51,6 +56,14 @@ class Progress(Struct):
     stops_early: bool = False  # at a stop string, of which the scheduler must be told
 
 
+class Preparation(Struct, frozen=True):
+    """What a request's choices have in common of their `Timings`."""
+
+    clock_offset: float
+    received: float
+    tokenized: float
+
+
 class Choice:
     """State of one choice; `take` is called for each of its rows, in order, until it returns `finished`."""
 
@@ -61,6 +74,7 @@ class Choice:
         prompt: Sequence[int],
         params: SamplingParams,
         vocabulary: Vocabulary,
+        preparation: Preparation,
         *,
         in_reasoning: bool = False,
     ) -> None:
@@ -68,6 +82,7 @@ class Choice:
 
         `in_reasoning`: whether the prompt has opened the reasoning with which the output begins; deltas say so.
         """
+        self._preparation = preparation
         self._request_id = request_id
         self._index = index
         self._prompt_tokens = len(prompt)
@@ -83,6 +98,8 @@ class Choice:
         self._num_chars = 0  # decoded
         self._num_shown = 0  # of which released to the client
         self._cached_tokens = 0
+        self._scheduler_timings: ChoiceTimings | None = None  # the last that it told
+        self._tokens_told = 0  # those that had come before it did
 
     def take_plain(self, token_id: int) -> Progress:
         """Add one token that came with nothing else to say, as nearly all do: no detours here."""
@@ -101,6 +118,8 @@ class Choice:
         if row.logprobs and len(row.logprobs) != len(token_ids):
             raise ValueError(f"{len(row.logprobs)} log-probabilities for {len(token_ids)} tokens")
         self._cached_tokens = max(self._cached_tokens, row.cached_tokens)
+        if row.timings is not None:
+            self._scheduler_timings, self._tokens_told = row.timings, self._num_tokens
         if self._params.max_tokens == 0:
             return Progress() if row.finish is None else self._end("length", None, [])
         if row.embedding and row.finish is not None:
@@ -196,7 +215,18 @@ class Choice:
             self._num_tokens,
             self._cached_tokens,
             embedding,
+            self._timings(),
         )
+
+    def _timings(self) -> Timings | None:
+        now, told = time.monotonic(), self._scheduler_timings
+        if told is None:
+            return None
+        if not told.last_token:
+            steps = told.steps + self._num_tokens - self._tokens_told - 1
+            told = structs.replace(told, last_token=now, steps=steps)
+        preparation = self._preparation
+        return Timings(preparation.clock_offset, preparation.received, preparation.tokenized, now, told)
 
     def _name(self, token_id: int, raw: RawLogprobs, start: int) -> PositionLogprobs:
         ids, values = unpack_ints(raw.top_ids), unpack_floats(raw.top_values)

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -42,6 +43,13 @@ class GrammarCompiler:
         self._table: asyncio.Task[None] | None = None
         self._cache: OrderedDict[bytes, str] = OrderedDict()
         self._cached_chars = 0
+        self.compiled = 0  # or refused, since the start
+        self.seconds = 0.0  # that this took, waiting for others included
+
+    @property
+    def waited(self) -> float:
+        """Seconds that grammars waited for those before them, since the start."""
+        return self._child.waited
 
     def known(self, grammar: Grammar) -> str | None:
         """The compiled form, if it is at hand."""
@@ -58,6 +66,7 @@ class GrammarCompiler:
         if self._table is None or (self._table.done() and self._table.exception() is not None):
             self._table = asyncio.create_task(asyncio.to_thread(self._write_table))
         await asyncio.shield(self._table)
+        asked = time.perf_counter()
         try:
             compiled = await self._child.ask(Compile(grammar.kind, grammar.source))
         except ChildRefused as error:
@@ -68,6 +77,9 @@ class GrammarCompiler:
             raise InvalidRequest(
                 "grammar: it could not be compiled, or not with the memory there is", "grammar"
             ) from None
+        finally:
+            self.compiled += 1
+            self.seconds += time.perf_counter() - asked
         self._keep(_key(grammar), compiled)
         return compiled
 

@@ -153,6 +153,9 @@ def submits(
             stop_on_loop=limits.stop_on_loop if params.stop_on_loop is None else params.stop_on_loop,
             score_prompt=params.prompt_logprobs is not None and index == 0,
             pooling=message.pooling,
+            tells_timings=bool(params.stop),
+            choice=index,
+            choices=len(request_ids),
         )
 
 

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -48,6 +49,7 @@ class KillableChild:
         self._lock = asyncio.Lock()
         self._exchange: asyncio.Task[str] | None = None  # with the child; holds the lock
         self._process: asyncio.subprocess.Process | None = None
+        self.waited = 0.0  # seconds that requests waited for those before them, since the start
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
     @property
@@ -72,7 +74,11 @@ class KillableChild:
 
     async def ask(self, request: Struct) -> str:
         """What the child answers. Raises `ChildRefused`, `TookTooLong` or `ChildBroken`."""
-        await self._lock.acquire()
+        asked = time.perf_counter()
+        try:
+            await self._lock.acquire()
+        finally:
+            self.waited += time.perf_counter() - asked
         # A task of its own, which a caller that gives up does not cancel: the child would have to be killed, and
         # everybody else would wait for a new one.
         exchange = self._exchange = asyncio.create_task(self._ask_twice(request))

@@ -6,6 +6,7 @@ import os
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import asyncio
+import contextlib
 import logging
 import time
 from pathlib import Path
@@ -15,12 +16,16 @@ import uvloop
 
 from config.grammar import token_table_path
 from config.schema import ChildSpec
-from ipc.channels import AsyncDealer, AsyncRouter
+from ipc.channels import AsyncDealer
 from ipc.codec import Decoder
 from ipc.control import Control, Drain, Idle, Order, end_on_error
-from ipc.engine_messages import FromScheduler, SchedulerReady, TokenizerHello
-from ipc.messages import ModelInfo, ToTokenizer
+from ipc.engine_messages import FromScheduler, SchedulerReady, TokenizerHello, TokenizerReport
+from ipc.messages import ModelInfo
+from ipc.process_usage import UsageMeter, watch_loop
+from ipc.stats_messages import TokenizerWork
+from ipc.tracing import Tracer
 
+from .clients import Clients
 from .encoding import PromptEncoder
 from .grammars import GrammarCompiler
 from .ingress import Limits, sampling_defaults
@@ -32,6 +37,7 @@ from .vocabulary import Vocabulary, load_vocabulary
 log = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 0.2  # for the last messages to leave before the process does
+_REPORT_SECONDS = 0.5
 
 
 class Tokenizer:
@@ -45,6 +51,8 @@ class Tokenizer:
         self._control = control
         self._ready = False
         self._ended = asyncio.Event()
+        self._meter = UsageMeter(f"tokenizer-{spec.index}")
+        self._detokenize_seconds = 0.0
         self._renderer: TemplateRenderer | None = None
         if vocabulary.chat_template is not None:
             self._renderer = TemplateRenderer(
@@ -71,10 +79,10 @@ class Tokenizer:
             max_queue_tokens=spec.config.scheduler.max_queue_tokens,
             pooling=spec.config.model.pooling,
         )
-        from_client: Decoder[ToTokenizer] = Decoder(ToTokenizer)
         from_scheduler: Decoder[FromScheduler] = Decoder(FromScheduler)
-        endpoint = spec.endpoints.clients[spec.index]
         identity = b"tok%d" % spec.index
+        process = f"tokenizer-{spec.index}"
+        self._tracer = Tracer(process, spec.endpoints.traces.get(process, ""))
         self._service = Service(
             vocabulary,
             self._encoder,
@@ -90,10 +98,10 @@ class Tokenizer:
             to_scheduler=lambda message: self._scheduler.send(message),
             on_idle=self._idle,
             grammars=self._grammars,
+            idempotency_seconds=spec.config.sdk.idempotency_seconds,
+            tracer=self._tracer,
         )
-        self._clients = AsyncRouter(
-            endpoint, from_client, spec.incarnation, self._service.from_client, self._service.client_lost
-        )
+        self._clients = Clients(spec, self._service.from_client, self._service.client_lost)
         self._scheduler = AsyncDealer(
             spec.endpoints.scheduler,
             from_scheduler,
@@ -122,13 +130,40 @@ class Tokenizer:
         self._control.stage("waiting for the scheduler")
         self._clients.start()
         self._scheduler.start()
-        await self._ended.wait()
+        self._tracer.start()
+        measures = self._spec.config.supervisor.measure
+        watching = loop.create_task(watch_loop(self._meter.add_lag)) if measures else None
+        while not self._ended.is_set():
+            self._report()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REPORT_SECONDS):
+                    await self._ended.wait()
+        if watching is not None:
+            watching.cancel()
         await self._encoder.close()
         await self._grammars.close()
         await asyncio.sleep(_FLUSH_SECONDS)
         self._clients.close()
         self._scheduler.close()
+        self._tracer.close()
         return 0
+
+    def _report(self) -> None:
+        """Tell the scheduler, which publishes it, what this process does."""
+        encoder = self._encoder
+        work = TokenizerWork(
+            encoding=self._service.encoding,
+            prompts=encoder.prompts,
+            encode_seconds=encoder.encode_seconds,
+            encode_wait_seconds=encoder.encode_wait_seconds,
+            renders=encoder.renders,
+            render_seconds=encoder.render_seconds,
+            grammars=self._grammars.compiled,
+            grammar_seconds=self._grammars.seconds,
+            detokenize_seconds=self._detokenize_seconds,
+            child_wait_seconds=encoder.render_wait_seconds + self._grammars.waited,
+        )
+        self._scheduler.send(TokenizerReport(self._meter.usage(), work, self._service.client_reports.newest))
 
     async def _find_formats(self, renderer: TemplateRenderer) -> None:
         """Tell clients how the model writes tool calls and reasoning."""
@@ -163,7 +198,9 @@ class Tokenizer:
 
     def _from_scheduler(self, message: FromScheduler) -> None:
         if not isinstance(message, SchedulerReady):
+            begun = time.perf_counter()
             self._service.from_scheduler(message)
+            self._detokenize_seconds += time.perf_counter() - begun
             return
         self._service.scheduler_ready()
         if not self._ready:

@@ -8,6 +8,7 @@ that request, never the process.
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -18,6 +19,7 @@ from ipc.engine_messages import AbortRequests, PromptScores, RowOutput, StepOutp
 from ipc.messages import (
     Abort,
     ChatPrompt,
+    ClientReport,
     Delta,
     Detokenize,
     Failed,
@@ -26,6 +28,7 @@ from ipc.messages import (
     Hello,
     ModelInfo,
     Outputs,
+    Paused,
     PromptInfo,
     ToClient,
     Tokenize,
@@ -33,12 +36,16 @@ from ipc.messages import (
     Welcome,
 )
 from ipc.sessions import LinkError
+from ipc.trace_messages import TracedDetokenizing, TracedEncoding
+from ipc.tracing import Tracer
 from ipc.validation import InvalidRequest, validate_generate
 
-from .choice import Choice, Progress
+from .choice import Choice, Preparation, Progress
+from .client_reports import ClientReports
 from .encoding import PromptEncoder
 from .failures import explained, failed
 from .grammars import GrammarCompiler
+from .idempotency import IdempotencyKeys, Record
 from .ingress import Limits, bad_word_ids, prompt_name, submits
 from .prompt_report import PromptReport
 from .text_service import TextService
@@ -48,6 +55,7 @@ log = logging.getLogger(__name__)
 
 _MAX_STALE = 1 << 16  # ended requests whose late outputs are expected; older ones have long been answered
 
+_SHUTTING_DOWN = "the engine is shutting down"
 _TAG_TOKENS = 16  # at the end of a prompt: more than a tag and the white space behind it have
 
 _Outgoing = Delta | Finished | Failed | PromptInfo
@@ -59,10 +67,13 @@ class _Request:
     def __init__(self, peer: bytes, message: Generate) -> None:
         self.peer = peer
         self.message = message
+        self.received = time.monotonic()
         self.choices: dict[int, Choice] = {}
         self.report: PromptReport | None = None  # until it is complete and sent
         self.held: list[_Outgoing] = []  # outputs of choices that are ahead of it
         self.encoding: asyncio.Task[None] | None = None
+        self.record: Record | None = None  # of a request with an idempotency key
+        self.deadline: asyncio.TimerHandle | None = None
 
     @property
     def key(self) -> tuple[bytes, int]:
@@ -84,13 +95,16 @@ class _Outbox:
         if request.report is not None and not isinstance(item, Failed):
             request.held.append(item)
             return
+        if request.record is not None and not isinstance(item, Failed):
+            request.record.items.append(item)
         self.items.setdefault(request.peer, []).append(item)
 
     def put_report(self, request: _Request, report: PromptReport) -> None:
         """What is known of the prompt, now that all is, and what waited for it."""
         request.report = None
-        self.items.setdefault(request.peer, []).extend((report.info(), *request.held))
-        request.held.clear()
+        held, request.held = request.held, []
+        for item in (report.info(), *held):
+            self.put(request, item)
 
 
 def _columns(message: StepOutputs) -> tuple[Sequence[int], Sequence[int]]:
@@ -118,20 +132,26 @@ class Service:
         to_scheduler: Callable[[ToScheduler], bool],
         on_idle: Callable[[], None],
         grammars: GrammarCompiler | None = None,
+        tracer: Tracer | None = None,
+        idempotency_seconds: float = 600.0,
     ) -> None:
         """`max_encoding`: prompts that may wait for their encoding. `on_idle` runs when a drain is complete.
+        `idempotency_seconds`: how long answers are kept for requests that are sent again.
 
         Without `grammars`, requests with one are refused.
         """
+        self._tracer = tracer or Tracer("", "")
         self._vocabulary = vocabulary
         self._encoder = encoder
         self._limits = limits
+        self._clock_offset = time.time() - time.monotonic()
         self._max_encoding = max_encoding
         self._to_client = to_client
         self._texts = TextService(vocabulary, encoder, limits.model, max_encoding, to_client)
         self._to_scheduler = to_scheduler
         self._on_idle = on_idle
         self._grammars = grammars
+        self._keys = IdempotencyKeys(idempotency_seconds)
         self._requests: dict[tuple[bytes, int], _Request] = {}
         self._by_id: dict[int, _Request] = {}
         self._ids = itertools.count(1)
@@ -140,6 +160,7 @@ class Service:
         self._greeted: set[bytes] = set()
         self._unavailable: str | None = "the engine is not ready yet"
         self._draining = False
+        self.client_reports = ClientReports()
         self.unknown_outputs = 0  # rows for requests that never existed or ended long ago
 
     def describe(self, model: ModelInfo) -> None:
@@ -149,6 +170,11 @@ class Service:
     @property
     def live_requests(self) -> int:
         return len(self._requests)
+
+    @property
+    def encoding(self) -> int:
+        """Prompts that are being encoded, or wait for it."""
+        return self._encoding
 
     # --- clients ---
 
@@ -163,18 +189,26 @@ class Service:
                     self._cancel([request])
             case Tokenize() | Detokenize():
                 self._texts.handle(peer, message)
+            case ClientReport():
+                self.client_reports.take(peer, message)
             case Hello():
                 self._greeted.add(peer)
-                if self._unavailable is None:
+                if self._unavailable is None and not self._draining:
                     self._welcome(peer)
 
     def client_lost(self, peer: bytes) -> None:
         """Nobody reads this client's outputs any more: abort its requests."""
         self._greeted.discard(peer)
+        self.client_reports.forget(peer)
         self._cancel([request for request in self._requests.values() if request.peer == peer])
 
     def _welcome(self, peer: bytes) -> None:
         self._to_client(peer, Welcome(self._limits.model))
+
+    def _pause(self, reason: str) -> None:
+        """Tell every client that said hello to wait for the next welcome."""
+        for peer in list(self._greeted):
+            self._to_client(peer, Paused(reason))
 
     def _generate(self, peer: bytes, message: Generate) -> None:
         request = _Request(peer, message)
@@ -183,12 +217,16 @@ class Service:
             self._refuse(request, request.failed(400, "request_id is already in use", "request_id"))
             return
         if self._unavailable is not None or self._draining:
-            reason = self._unavailable or "the engine is shutting down"
+            reason = self._unavailable or _SHUTTING_DOWN
             self._refuse(request, request.failed(503, reason, code="engine_unavailable"))
             return
         self._requests[request.key] = request
         try:
             validate_generate(message, self._limits.model)
+            if message.idempotency_key and self._answered_before(request):
+                return
+            if message.deadline is not None:
+                request.deadline = asyncio.get_running_loop().call_later(message.deadline, self._expire, request)
             grammar = self._known_grammar(message)
             token_ids = None if grammar is None else self._encoder.encode_now(message.prompt)
             if grammar is not None and token_ids is not None:
@@ -204,6 +242,22 @@ class Service:
         self._encoding += 1
         request.encoding = asyncio.get_running_loop().create_task(self._encode(request))
         request.encoding.add_done_callback(self._encoded)
+
+    def _answered_before(self, request: _Request) -> bool:
+        """Whether the request was a repetition, which has now been given the first one's answer."""
+        before = self._keys.begin(request.message)
+        if isinstance(before, Record):
+            request.record = before
+            return False
+        self._end(request)
+        self._to_client(request.peer, Outputs(before))
+        return True
+
+    def _expire(self, request: _Request) -> None:
+        """The request's deadline has come, wherever the request is."""
+        self._cancel([request])
+        reason = f"the deadline of {request.message.deadline:g} s passed before the answer was whole"
+        self._refuse(request, request.failed(408, reason, "deadline", "deadline_exceeded"))
 
     def _known_grammar(self, message: Generate) -> str | None:
         """The request's grammar as the worker takes it, "" for none; None when it has yet to be compiled."""
@@ -232,15 +286,25 @@ class Service:
         self._encoding -= 1
 
     def _submit(self, request: _Request, prompt: Iterable[int], grammar: str) -> None:
+        preparation = Preparation(self._clock_offset, request.received, time.monotonic())
         token_ids = list(prompt)
         message = request.message
+        if self._tracer.wanted:
+            span = (preparation.received, preparation.tokenized)
+            self._tracer.add(TracedEncoding(message.external_id, *span, len(token_ids)))
         ids = [next(self._ids) for _ in range(message.params.n)]
         bad_words = bad_word_ids(message.params.bad_words, self._vocabulary)
         to_send = list(submits(ids, token_ids, message, self._limits, bad_words, grammar))
         in_reasoning = self._opens_reasoning(message, token_ids)
         for index, request_id in enumerate(ids):
             choice = Choice(
-                message.request_id, index, token_ids, message.params, self._vocabulary, in_reasoning=in_reasoning
+                message.request_id,
+                index,
+                token_ids,
+                message.params,
+                self._vocabulary,
+                preparation,
+                in_reasoning=in_reasoning,
             )
             request.choices[request_id] = choice
             self._by_id[request_id] = request
@@ -252,7 +316,9 @@ class Service:
         if message.return_prompt or message.params.prompt_logprobs is not None:
             report = PromptReport(message, token_ids, self._vocabulary)
             if report.complete:
-                self._to_client(request.peer, Outputs((report.info(),)))
+                outbox = _Outbox()
+                outbox.put(request, report.info())
+                self._send(outbox.items)
             else:
                 request.report = report
 
@@ -286,6 +352,10 @@ class Service:
             if request.encoding is not asyncio.current_task():
                 request.encoding.cancel()
             request.encoding = None
+        if request.deadline is not None:
+            request.deadline.cancel()
+        if request.record is not None:
+            request.record.release()
         for request_id in request.choices:
             self._forget(request_id)
         request.choices = {}
@@ -317,6 +387,7 @@ class Service:
     def fail_all(self, reason: str) -> None:
         """End every live request with a 503 that says `reason`, and refuse new ones until the scheduler is ready."""
         self._unavailable = reason
+        self._pause(reason)
         items: dict[bytes, list[_Outgoing]] = {}
         for request in list(self._requests.values()):
             items.setdefault(request.peer, []).append(request.failed(503, reason, code="engine_unavailable"))
@@ -326,11 +397,13 @@ class Service:
     def drain(self) -> None:
         """Refuse new requests; `on_idle` runs when the last live one has ended."""
         self._draining = True
+        self._pause(_SHUTTING_DOWN)
         if not self._requests:
             self._on_idle()
 
     def from_scheduler(self, message: StepOutputs) -> None:
         """Turn the rows of one step into one message for each client; `LinkError` when the columns do not match."""
+        start = time.monotonic() if self._tracer.wanted else 0.0
         plain_ids, plain_tokens = _columns(message)
         outbox = _Outbox()
         for row in message.rows:
@@ -355,6 +428,9 @@ class Service:
         if outbox.aborts:
             self._to_scheduler(AbortRequests(tuple(outbox.aborts)))
         self._send(outbox.items)
+        if start:
+            tokens = len(plain_ids) + sum(len(row.token_ids) // 4 for row in message.rows if isinstance(row, RowOutput))
+            self._tracer.add(TracedDetokenizing(start, time.monotonic(), tokens))
 
     def _take_row(self, row: RowOutput | Failed, outbox: _Outbox) -> None:
         request = self._by_id.get(row.request_id)
@@ -395,6 +471,8 @@ class Service:
             if not ended_there:
                 self._expect_late_rows(request_id)
             if not request.choices:
+                if request.record is not None:
+                    request.record.keep()
                 self._end(request)
         if progress.stops_early:
             outbox.stops.append(StopRequest(request_id))

@@ -37,6 +37,11 @@ class TemplateRenderer:
         """Process id of the child, None while there is none."""
         return self._child.pid
 
+    @property
+    def waited(self) -> float:
+        """Seconds that conversations waited for those before them, since the start."""
+        return self._child.waited
+
     async def start(self) -> None:
         """Start the child and compile the template; TemplateError when it does not compile."""
         try:

@@ -1,17 +1,22 @@
 """How one choice turns rows into text, usage and an end."""
 
+import time
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from ipc.codec import pack_floats, pack_ints, unpack_ints
 from ipc.engine_messages import RawLogprobs, RowOutput
-from ipc.messages import Delta, Finished, FinishReason, SamplingParams
+from ipc.messages import ChoiceTimings, Delta, Finished, FinishReason, SamplingParams, Timings
 from tests.unit.tokenizer_proc.vocabularies import byte_level_vocabulary
-from tokenizer_proc.choice import LOOP_STOP_REASON, Choice, Progress
+from tokenizer_proc.choice import LOOP_STOP_REASON, Choice, Preparation, Progress
 
 VOCABULARY = byte_level_vocabulary()
 END = VOCABULARY.tokenizer.token_to_id("<|end|>")
+PREPARATION = Preparation(1e9, 1.0, 2.0)
+EARLY = ChoiceTimings(3.0, 4.0, 5.0, 0.0, 3, 1, b"starts", b"ends", b"tokens")  # two chunks without a token, one with
 
 
 def token(text: str) -> int:
@@ -25,15 +30,16 @@ def row(
     stop_token: int | None = None,
     cached: int = 0,
     logprobs: tuple[RawLogprobs, ...] = (),
+    timings: ChoiceTimings | None = None,
 ) -> RowOutput:
-    return RowOutput(1, pack_ints(ids), finish, stop_token, cached, logprobs)
+    return RowOutput(1, pack_ints(ids), finish, stop_token, cached, logprobs, timings=timings)
 
 
 class Run:
     """Feeds rows and collects what comes out."""
 
     def __init__(self, params: SamplingParams, prompt: tuple[int, ...] = (1, 2, 3)) -> None:
-        self.choice = Choice(7, 2, prompt, params, VOCABULARY)
+        self.choice = Choice(7, 2, prompt, params, VOCABULARY, PREPARATION)
         self.deltas: list[Delta] = []
         self.finished: Finished | None = None
         self.stops_early = False
@@ -279,3 +285,52 @@ def test_a_stop_string_within_a_loop_is_the_reason() -> None:
     assert run.text == "A"
     assert run.finished is not None
     assert run.finished.stop_reason == "BA"
+
+
+def timings_of(run: Run) -> Timings:
+    assert run.finished is not None
+    assert run.finished.timings is not None
+    return run.finished.timings
+
+
+def test_timings_are_the_schedulers_at_its_own_end() -> None:
+    """Those of the end, also where it had told some before, and also where a stop string stands in the last token."""
+    end = ChoiceTimings(3.0, 4.0, 5.0, 6.0, 9, 1)
+    for params, last in [
+        (SamplingParams(), "a"),
+        (SamplingParams(stop=("DE",)), "a"),
+        (SamplingParams(stop=("DE",)), "DEF"),
+    ]:
+        run = Run(params).take(row(timings=EARLY)).take_plain(token("hello"))
+        run.take(row(token(last), finish="length", timings=end))
+        timings = timings_of(run)
+        assert (timings.scheduler, timings.clock_offset, timings.received, timings.tokenized) == (end, 1e9, 1.0, 2.0)
+        assert not run.stops_early
+
+
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_timings_of_a_stop_string_are_what_the_scheduler_told_and_the_tokens_since(more: int) -> None:
+    before = time.monotonic()
+    run = Run(SamplingParams(stop=("DE",))).take(row(timings=EARLY, cached=2)).take_plain(*[token("hello")] * more)
+    run.take_plain(token("DEF"))
+    timings = timings_of(run)
+    assert run.stops_early
+    assert before <= timings.scheduler.last_token <= timings.finished <= time.monotonic()
+    last, steps = timings.scheduler.last_token, EARLY.steps + more
+    assert timings.scheduler == structs.replace(EARLY, last_token=last, steps=steps)
+    assert run.finished is not None
+    assert run.finished.cached_tokens == 2
+
+
+def test_a_preempted_request_is_told_of_again() -> None:
+    """Tokens before the later report are among its steps."""
+    later = structs.replace(EARLY, steps=20, preemptions=2)
+    run = Run(SamplingParams(stop=("DE",))).take(row(timings=EARLY)).take_plain(*[token("hello")] * 4)
+    run.take(row(timings=later)).take_plain(token("hello"), token("DEF"))
+    assert (timings_of(run).scheduler.steps, timings_of(run).scheduler.preemptions) == (21, 2)
+
+
+def test_no_timings_without_the_schedulers() -> None:
+    run = Run(SamplingParams(stop=("DE",))).take(row(token("DEF")))
+    assert run.finished is not None
+    assert run.finished.timings is None

@@ -27,6 +27,11 @@ def test_chat_is_rendered_and_long_text_encoded_in_a_thread() -> None:
         long = TextPrompt("hello" * 1000)
         assert encoder.encode_now(long) is None
         assert list(await encoder.encode(long)) == [HELLO] * 1000
+        assert encoder.encode_now(TextPrompt("hello")) is not None
+        assert (encoder.prompts, encoder.renders) == (3, 1)
+        assert encoder.encode_seconds > 0
+        assert encoder.encode_wait_seconds > 0  # for the one on a thread
+        assert encoder.render_seconds > encoder.encode_seconds / 1000
         await encoder.close()
 
     asyncio.run(run())

@@ -1,6 +1,7 @@
 """Grammars in their child process: what compiles, what is refused, and in which words."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -249,6 +250,22 @@ def run(path: Path, timeout: float, *grammars: Grammar) -> tuple[list[str], bool
     return uvloop.run(main())
 
 
+def test_only_what_the_child_was_asked_for_is_counted(tmp_path: Path) -> None:
+    async def main() -> tuple[int, float]:
+        compiler = GrammarCompiler(VOCABULARY, VOCABULARY.size, (EOS,), tmp_path / "tokens", 20.0)
+        try:
+            for source in ("a+", "a+", "(", "b+"):
+                with contextlib.suppress(InvalidRequest):
+                    await compiler.compile(Grammar("regex", source))
+            return compiler.compiled, compiler.seconds
+        finally:
+            await compiler.close()
+
+    compiled, seconds = uvloop.run(main())
+    assert compiled == 3  # the second one was known
+    assert seconds > 0
+
+
 def test_what_compiled_is_kept_and_what_failed_is_not(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     good, bad = Grammar("regex", "a+"), Grammar("regex", "(")
@@ -282,6 +299,10 @@ def test_concurrent_requests_share_one_child(tmp_path: Path) -> None:
         try:
             found = await asyncio.gather(*(compiler.compile(grammar) for grammar in grammars))
             assert [f"a{{{n}}}" in text for n, text in enumerate(found, 1)] == [True] * 5
+            assert 0 < compiler.waited < compiler.seconds  # which counts the waiting too
+            waited = compiler.waited
+            await compiler.compile(Grammar("regex", "b"))  # alone
+            assert compiler.waited - waited < compiler.seconds - waited
         finally:
             await compiler.close()
 

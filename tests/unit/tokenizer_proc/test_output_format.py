@@ -10,7 +10,7 @@ from ipc.engine_messages import RowOutput
 from ipc.messages import ChatMessage, ChatPrompt, Delta, Outputs, SamplingParams, TextPrompt
 from tests.unit.tokenizer_proc.test_service import MODEL, Bench
 from tests.unit.tokenizer_proc.vocabularies import CHATML, byte_level_vocabulary
-from tokenizer_proc.choice import Choice
+from tokenizer_proc.choice import Choice, Preparation
 from tokenizer_proc.encoding import Prompt, PromptEncoder
 from tokenizer_proc.output_format import reasoning_format, tool_format
 
@@ -59,7 +59,7 @@ def test_special_tokens_are_shown_one_by_one() -> None:
     tokens = [ids["<|start|>"], *vocabulary.encode("hello", add_special_tokens=False), ids["<|end|>"]]
 
     def text(params: SamplingParams) -> str:
-        choice = Choice(1, 0, [1], params, vocabulary, in_reasoning=True)
+        choice = Choice(1, 0, [1], params, vocabulary, Preparation(0.0, 0.0, 0.0), in_reasoning=True)
         deltas = [choice.take_plain(token).delta for token in tokens]
         deltas.append(choice.take(RowOutput(1, pack_ints([]), "length")).delta)
         assert all(delta.in_reasoning for delta in deltas if delta)

@@ -13,7 +13,7 @@ import pytest
 from ipc.codec import pack_ints
 from ipc.engine_messages import RowOutput
 from ipc.messages import Delta, SamplingParams
-from tokenizer_proc.choice import Choice
+from tokenizer_proc.choice import Choice, Preparation
 from tokenizer_proc.vocabulary import Vocabulary, load_vocabulary
 
 
@@ -34,7 +34,7 @@ def run(
 ) -> tuple[list[str], Any]:
     """Texts of the deltas, and how the choice ended; tokens come as plain ones, or in rows of `group`."""
     params = SamplingParams(stop=(stop,), include_stop_str_in_output=include)
-    choice = Choice(1, 0, row["prompt_ids"], params, vocabulary)
+    choice = Choice(1, 0, row["prompt_ids"], params, vocabulary, Preparation(0.0, 0.0, 0.0))
     ids = row["output_ids"]
     texts: list[str] = []
 

@@ -1,6 +1,7 @@
 """Requests through the service: what the scheduler is asked, and what clients hear."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from ipc.messages import (
     Abort,
     ChatMessage,
     ChatPrompt,
+    ChoiceTimings,
     Delta,
     Failed,
     Finished,
@@ -20,6 +22,7 @@ from ipc.messages import (
     Hello,
     ModelInfo,
     Outputs,
+    Paused,
     SamplingParams,
     TextPrompt,
     ToClient,
@@ -374,6 +377,39 @@ def test_a_stop_string_is_told_to_the_scheduler_and_ends_the_output() -> None:
     assert bench.service.unknown_outputs == 0
 
 
+def test_only_who_has_stop_strings_is_told_timings_before_the_end() -> None:
+    bench = Bench()
+    bench.generate(1)
+    bench.generate(2, stop=("ll",), n=2)
+    assert [submit.tells_timings for submit in bench.submits] == [False, True, True]
+
+
+def test_a_choice_is_received_tokenized_and_finished_in_this_order() -> None:
+    async def body() -> None:
+        encoder = FakeEncoder()
+        bench = Bench(encoder=encoder)
+        before = time.monotonic()
+        bench.generate(1, ChatPrompt((ChatMessage("user", "hello"),)))
+        received_by = time.monotonic()
+        await asyncio.sleep(0)
+        encoder.release.set()
+        tokenized_from = time.monotonic()
+        while not bench.submits:
+            await asyncio.sleep(0)
+        scheduler = ChoiceTimings(time.monotonic(), 4.0, 5.0, 6.0)
+        bench.step(row(bench.submits[0].request_id, HELLO, finish="length", timings=scheduler))
+        finished = bench.items()[-1]
+        assert isinstance(finished, Finished)
+        timings = finished.timings
+        assert timings is not None
+        assert before <= timings.received <= received_by <= tokenized_from <= timings.tokenized
+        assert timings.tokenized <= scheduler.queued <= timings.finished <= time.monotonic()
+        assert timings.clock_offset == pytest.approx(time.time() - time.monotonic(), abs=1.0)
+        assert timings.scheduler == scheduler
+
+    asyncio.run(body())
+
+
 def test_b074_an_unknown_request_is_aborted_once() -> None:
     bench = Bench()
     bench.step(row(99, HELLO), row(99, HELLO))
@@ -582,3 +618,18 @@ def test_no_chat_template_is_a_400_that_says_so() -> None:
     failed = bench.failure()
     assert (failed.status, failed.param) == (400, "messages")
     assert "no chat template" in failed.message
+
+
+def test_clients_hear_when_to_wait_and_when_to_come_again() -> None:
+    bench = Bench()
+    bench.service.from_client(PEER, Hello("test"))
+    bench.generate()
+    bench.service.scheduler_lost()
+    bench.service.scheduler_ready()
+    kinds = [type(message) for _, message in bench.sent]
+    assert kinds == [Welcome, Paused, Outputs, Welcome]
+    bench.sent.clear()
+    bench.service.drain()
+    bench.service.from_client(b"late", Hello("test"))
+    bench.service.from_client(PEER, Hello("test"))
+    assert [(peer, type(message)) for peer, message in bench.sent] == [(PEER, Paused)]
