@@ -7,6 +7,7 @@ from aiohttp import web
 
 from . import handlers, openapi
 from .console import Console
+from .diagnosis import DIAGNOSES, Diagnoses
 from .gate import GATE, Gate
 from .messages_api.errors import add_request_id, anthropic_errors
 from .middleware import OPEN_HANDLERS, add_headers, expect, guard
@@ -16,12 +17,15 @@ from .service import SERVICE, Service
 from .streaming import KeepAlive
 
 
-def make_app(service: Service, keep_alive: KeepAlive, gate: Gate, console: Console | None = None) -> web.Application:
+def make_app(
+    service: Service, keep_alive: KeepAlive, gate: Gate, diagnoses: Diagnoses, console: Console | None = None
+) -> web.Application:
     """The application of one frontend process; without a console, nothing is at `/`."""
     app = web.Application(middlewares=[anthropic_errors, guard])
     app[SERVICE] = service
     app[handlers.KEEP_ALIVE] = keep_alive
     app[GATE] = gate
+    app[DIAGNOSES] = diagnoses
     files = () if console is None else console.open_handlers
     app[OPEN_HANDLERS] = frozenset((*files, *(route.handler for route in ROUTES if not route.needs_key)))
     app[openapi.DOCUMENT] = openapi.encode_document(ROUTES, service.served_names)

@@ -1,10 +1,14 @@
 """One HTTP connection: aiohttp's, with our answer to bytes that are no HTTP request, and a watch on its backlog."""
 
 import asyncio
+import fcntl
 import logging
 import re
 import select
+import termios
+import time
 import uuid
+from array import array
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -32,15 +36,31 @@ def _has_hung_up(wire: asyncio.Transport) -> bool:
     before everything is sent."""
     if wire.get_extra_info("ssl_object") is None or not hasattr(select, "POLLRDHUP"):
         return False
+    socket = wire.get_extra_info("socket")
+    if socket is None:  # closed, which its protocol is told a turn of the loop later
+        return False
     poll = select.poll()
-    poll.register(wire.get_extra_info("socket").fileno(), select.POLLRDHUP)
+    poll.register(socket.fileno(), select.POLLRDHUP)
     return bool(poll.poll(0))
+
+
+def _unsent(wire: asyncio.Transport) -> int:
+    """Bytes that the system has of a connection and the other side has not acknowledged; 0 where it does not tell."""
+    socket = wire.get_extra_info("socket")
+    if socket is None:  # as above
+        return 0
+    count = array("i", [0])
+    try:
+        fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, count)  # tcp(7): SIOCOUTQ
+    except OSError:
+        return 0
+    return count[0]
 
 
 class Connection(web.RequestHandler):
     """Errors that arise before or outside of the application get the error object too, and no traceback in the log."""
 
-    __slots__ = ("__weakref__", "_backlog", "_since", "_waited", "_wire")
+    __slots__ = ("__weakref__", "_backlog", "_since", "_waited", "_wire", "received")
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -48,14 +68,31 @@ class Connection(web.RequestHandler):
         self._backlog = 0  # bytes that waited for the client when last looked
         self._waited = False  # whether anything did
         self._since = 0.0  # seconds of the loop's clock: when that was less, or nothing
+        self.received = 0.0  # seconds of the monotonic clock: when the last bytes came in
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._wire = cast(asyncio.Transport, transport)
         super().connection_made(transport)
 
+    def data_received(self, data: bytes) -> None:
+        self.received = time.monotonic()
+        super().data_received(data)
+
     def connection_lost(self, error: BaseException | None) -> None:
         self._wire = None
         super().connection_lost(error)
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait here for the client to make room for them."""
+        return 0 if self._wire is None else self._wire.get_write_buffer_size()
+
+    @property
+    def unread(self) -> int:
+        """Bytes that the client's machine has not taken in, those in the system's buffer included where it tells."""
+        if self._wire is None:
+            return 0
+        return self.backlog + _unsent(self._wire)
 
     def check_backlog(self, now: float, most_seconds: float) -> None:
         """Cut the client off when it has not taken in a byte of what waits for it for so long.
@@ -65,7 +102,7 @@ class Connection(web.RequestHandler):
         """
         if self._wire is None:
             return
-        backlog = self._wire.get_write_buffer_size()
+        backlog = self.backlog
         waits = backlog > 0 or self._wire.is_closing() or _has_hung_up(self._wire)
         if not waits or backlog < self._backlog or not self._waited:
             self._since = now

@@ -5,9 +5,12 @@ import base64
 import re
 
 from aiohttp import web
+from msgspec import structs
 
-from ipc.client import EMBEDDING_PARAMS, AsyncClient, RequestFailed, RequestOptions
+from config.tenants import namespace_of
 from ipc.codec import unpack_floats
+from ipc.engine_client import EMBEDDING_PARAMS, EngineClient, RequestOptions
+from ipc.errors import RequestFailed
 from ipc.messages import Finished, ModelInfo, TextPrompt, TokenPrompt
 from ipc.validation import InvalidRequest, check_characters, validate_options, validate_prompt
 
@@ -17,7 +20,8 @@ from .protocol import Embedding, EmbeddingRequest, EmbeddingResponse, EmbeddingU
 from .received import receive
 from .requests import MAX_SALT, check_model, prompts_of
 from .service import SERVICE
-from .tenant import namespace_of, tenant_of
+from .tenant import tenant_of
+from .timelines import RequestTimeline
 from .together import check_together
 
 _PROMPT = re.compile(r"^(?:prompt: )?(?:the )?prompt\b")
@@ -44,12 +48,20 @@ async def embeddings(request: web.Request) -> web.Response:
             asyncio.ensure_future(_embed(service.client, prompt, name, options))
             for prompt, name in zip(inputs, names, strict=True)
         ]
+        ends: dict[int, Finished] = {}
+        timeline = RequestTimeline(request["id"], request["arrival"], len(inputs), ends)
         try:
             answers = await asyncio.gather(*tasks)
+            ends.update(enumerate(structs.replace(answer, embedding=b"") for answer in answers))
+        except ApiError as error:
+            timeline.fail(error)
+            raise
         finally:
             # Also reached when the client leaves, or one of several fails.
             for task in tasks:
                 task.cancel()
+            timeline.end(request.path)
+            service.ended(timeline)
     return json_response(_answer(body, answers))
 
 
@@ -78,7 +90,9 @@ def _names(body: EmbeddingRequest) -> list[str]:
     return [f"input[{index}]" for index in range(len(body.input))]
 
 
-async def _embed(client: AsyncClient, prompt: TextPrompt | TokenPrompt, name: str, options: RequestOptions) -> Finished:
+async def _embed(
+    client: EngineClient, prompt: TextPrompt | TokenPrompt, name: str, options: RequestOptions
+) -> Finished:
     try:
         return await client.embed(prompt, **options)
     except RequestFailed as error:

@@ -70,6 +70,11 @@ class ApiError(Exception):
         return response
 
 
+def not_measured(what: str) -> ApiError:
+    """404 for what a server does not have that takes no times down; `what` is said of it first."""
+    return ApiError(404, f"{what}: the server was started with --no-measure", code="not_measured")
+
+
 def unavailable(message: str, code: str) -> ApiError:
     """503 for a server that takes no requests at the moment."""
     return ApiError(503, message, type=UNAVAILABLE, code=code, retry_after=1)

@@ -7,8 +7,9 @@ from aiohttp import web
 from msgspec import Struct
 
 from .answers import json_response
+from .engine_metrics import block_counts
 from .errors import unavailable
-from .metrics import CONTENT_TYPE, block_counts
+from .exposition import CONTENT_TYPE
 from .service import SERVICE
 
 
@@ -71,6 +72,6 @@ async def progress(request: web.Request) -> web.StreamResponse:
 async def metrics(request: web.Request) -> web.StreamResponse:
     """GET /metrics: Prometheus text, summed over all frontends."""
     service = request.app[SERVICE]
-    service.metrics.inter_token.flush()
+    service.metrics.flush()
     text = await asyncio.to_thread(service.metrics.render, service.stats)
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})

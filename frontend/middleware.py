@@ -11,7 +11,7 @@ from aiohttp import HttpVersion11, web
 
 from .errors import UNAVAILABLE, ApiError
 from .gate import GATE
-from .route import Handler
+from .route import Handler, pattern_of
 from .service import SERVICE
 
 log = logging.getLogger(__name__)
@@ -68,8 +68,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             status = response.status
         return response
     finally:
-        resource = request.match_info.route.resource
-        route = "other" if resource is None else resource.canonical
+        route = pattern_of(request)
         request.app[SERVICE].metrics.http_request(route, status)
         log.debug("%s %s %s %d %.3f s", request.get("id"), request.method, route, status, time.monotonic() - started)
 

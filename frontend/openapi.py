@@ -90,7 +90,7 @@ def make_document(routes: Sequence[Route], models: Sequence[str]) -> dict[str, A
 
 
 def _operation(route: Route, models: Sequence[str]) -> dict[str, Any]:
-    statuses = _ERRORS if route.body is not None else _WITHOUT_BODY
+    statuses = _ERRORS if route.body is not None else (*_WITHOUT_BODY, *((429,) if route.busy else ()))
     name = getattr(route.handler, "__name__", route.path)
     operation: dict[str, Any] = {
         "operationId": name,
@@ -101,10 +101,16 @@ def _operation(route: Route, models: Sequence[str]) -> dict[str, Any]:
             **_errors(route, statuses),
         },
     }
-    if parameters := _PARAMETER.findall(route.path):
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in parameters
-        ]
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in _PARAMETER.findall(route.path)
+    ]
+    parameters += [
+        {"name": given.name, "in": given.place, "description": given.summary, "schema": given.schema}
+        for given in route.parameters
+    ]
+    if parameters:
+        operation["parameters"] = parameters
     if route.body is not None:
         content: dict[str, Any] = {"schema": _reference(route.body)}
         if route.example is not None:

@@ -40,7 +40,7 @@ class ParsedChatResponder(ChatResponder):
                 events += [self._event(choice, self._head_members(index)) for choice in self._first_choices(index)]
             if isinstance(item, Finished):
                 events += [self._piece_event(index, piece) for piece in self._finish(index)]
-                events.append(self._event(self._last_choice(index, item)))
+                events.append(self._last_event(index, item))
             else:
                 events += self._delta_events(index, item)
         return b"".join(events)

@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from ipc.validation import MAX_TOOLS
 
 from .prompt_fields import CompletionLogprobs, PromptLogprobs
+from .timings import Timings
 from .unknown import Ignored
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -146,7 +147,7 @@ class SamplingFields(Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
+    return_token_ids: bool | Literal["output"] | None = None  # "output" (ours): without those of the prompt
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
@@ -300,6 +301,7 @@ class CompletionResponse(Struct, Generic[Choice], kw_only=True):
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # of chats: completions have them in their choices
     prompt_token_ids: list[int] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET  # for requests with the header x-tokenmill-timings
 
 
 class Embedding(Struct):

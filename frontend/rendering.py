@@ -3,11 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
+from msgspec import UNSET, UnsetType
+
 from ipc.messages import PromptInfo
 
 from .errors import ApiError
 from .generation import Batch
 from .protocol import Usage
+from .timings import Timings
 
 
 class Renderer(ABC):
@@ -15,6 +18,16 @@ class Renderer(ABC):
 
     prompt_of: Callable[[int], PromptInfo]  # by index of a choice that has begun; for jobs that ask for it
     keep_alive = b": keep-alive\n\n"  # what a silent stream gets from time to time
+    _timings: Callable[[], Timings] | None = None
+
+    def tell_timings(self, timings: Callable[[], Timings]) -> None:
+        """Let the end of the answer tell them; `timings` is called once all choices have finished."""
+        self._timings = timings
+
+    @property
+    def timings(self) -> Timings | UnsetType:
+        """Those of the answer's last part, or its member that is left out."""
+        return UNSET if self._timings is None else self._timings()
 
     @abstractmethod
     def chunks(self, batch: Batch) -> bytes:

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from ipc.client import RequestOptions
 from ipc.codec import pack_ints
+from ipc.engine_client import RequestOptions
 from ipc.messages import ChatMessage, ChatPrompt, ModelInfo, SamplingParams, TextPrompt, TokenPrompt, ToolCall
 from ipc.validation import InvalidRequest, check_characters, validate_options, validate_params, validate_prompt
 
@@ -36,7 +36,8 @@ class Job(Struct, frozen=True):
     stream: bool
     include_usage: bool
     echo: bool = False  # the prompt comes before the output
-    return_token_ids: bool = False
+    return_token_ids: bool = False  # of the output
+    return_prompt_token_ids: bool = False
     options: RequestOptions = {}  # of those, what a body can say
     cache_salt: str = ""
     prompt_logprobs: int | None = None  # that the answer lists; `params` may ask for more, for the echo's
@@ -278,7 +279,9 @@ def _job(
         "ttft_target_ms": body.ttft_target_ms,
         "cache_pin_seconds": _given(body.cache_pin_seconds, 0.0),
     }
-    if echo or body.return_token_ids:
+    # Of the output alone where that is said: the ids of a long prompt are much to send before the first token.
+    return_prompt_token_ids = body.return_token_ids is True
+    if echo or return_prompt_token_ids:
         options["return_prompt"] = True
     cache_salt = _given(body.cache_salt, "")
     try:
@@ -300,6 +303,7 @@ def _job(
         bool(body.stream_options and body.stream_options.include_usage),
         echo,
         bool(body.return_token_ids),
+        return_prompt_token_ids,
         options,
         cache_salt,
         body.prompt_logprobs,

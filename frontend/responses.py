@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from ipc.codec import unpack_ints
 from ipc.messages import Delta, Finished, PositionLogprobs, PromptInfo, TokenLogprob
@@ -49,6 +50,7 @@ class Responder(Renderer):
         self._fingerprint = fingerprint
         self.prompt_of: Callable[[int], PromptInfo] = _no_prompt  # by index of a choice that has begun
         self._begun: set[int] = set()
+        self._open_choices = len(job.prompts) * job.params.n
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # what a chunk of a choice is but for its text
         head = {
             "id": self.id,
@@ -90,7 +92,7 @@ class Responder(Renderer):
                     choice = choice[:-1] + b',"token_ids":' + _encode(token_ids) + b"}"
                 events.append(self._event(choice))
             if index in ends:
-                events.append(self._event(self._last_choice(index, ends[index])))
+                events.append(self._last_event(index, ends[index]))
         return b"".join(events)
 
     def _text_event(self, index: int, text: str) -> bytes:
@@ -105,6 +107,16 @@ class Responder(Renderer):
         """A chunk with one choice; `members` of the chunk itself, each with a comma before it."""
         return self._head + choice + b"]" + members + self._tail[1:]
 
+    def _last_event(self, index: int, end: Finished) -> bytes:
+        """The chunk that ends a choice; the last of them tells the timings, unless a chunk with the usage follows."""
+        self._open_choices -= 1
+        last = self._open_choices == 0 and not self.job.include_usage
+        return self._event(self._last_choice(index, end), self._timings_member() if last else b"")
+
+    def _timings_member(self) -> bytes:
+        timings = self.timings
+        return b"" if timings is UNSET else b',"timings":' + _encode(timings)
+
     def _head_members(self, index: int) -> bytes:
         """What the first chunk of a choice says of the prompt besides."""
         return b""
@@ -115,7 +127,7 @@ class Responder(Renderer):
         if self.job.prompt_logprobs is not None:
             logprobs = prompt_logprobs(self.prompt_of(index), self.job.prompt_logprobs)
             members += b',"prompt_logprobs":' + _encode(logprobs)
-        if self.job.return_token_ids:
+        if self.job.return_prompt_token_ids:
             members += b',"prompt_token_ids":' + _encode(list(unpack_ints(self.prompt_of(index).token_ids)))
         return members
 
@@ -129,7 +141,7 @@ class Responder(Renderer):
         """The events after all choices have finished."""
         if not self.job.include_usage:
             return DONE
-        return self._head + b'],"usage":' + _encode(usage) + b"}\n\n" + DONE
+        return self._head + b'],"usage":' + _encode(usage) + self._timings_member() + b"}\n\n" + DONE
 
     def whole(self, batches: Iterable[Batch], usage: Usage) -> bytes:
         """The answer to a request that does not stream."""
@@ -151,6 +163,7 @@ class Responder(Renderer):
             system_fingerprint=self._fingerprint,
             choices=choices,
             usage=usage,
+            timings=self.timings,
         )
         self._add_prompt_fields(answer)
         return _encode(answer)
@@ -207,7 +220,7 @@ class ChatResponder(Responder):
     def _add_prompt_fields(self, answer: CompletionResponse[Any]) -> None:
         if self.job.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_logprobs(self.prompt_of(0), self.job.prompt_logprobs)
-        if self.job.return_token_ids:
+        if self.job.return_prompt_token_ids:
             answer.prompt_token_ids = list(unpack_ints(self.prompt_of(0).token_ids))
 
     def _logprobs(self, index: int, positions: list[PositionLogprobs]) -> ChatLogprobs | None:
@@ -244,7 +257,7 @@ class CompletionResponder(Responder):
             assert isinstance(choice, CompletionChoice)
             if self.job.prompt_logprobs is not None:
                 choice.prompt_logprobs = prompt_logprobs(self.prompt_of(choice.index), self.job.prompt_logprobs)
-            if self.job.return_token_ids:
+            if self.job.return_prompt_token_ids:
                 choice.prompt_token_ids = list(unpack_ints(self.prompt_of(choice.index).token_ids))
 
     def _logprobs(self, index: int, positions: list[PositionLogprobs]) -> CompletionLogprobs | None:

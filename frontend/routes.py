@@ -1,6 +1,6 @@
 """The table of routes: the router and the OpenAPI document are both made from it, so that they cannot differ."""
 
-from . import embeddings, handlers, health, protocol, tokenize
+from . import debug, diagnosis, embeddings, handlers, health, protocol, tokenize
 from .messages_api import errors as messages_errors
 from .messages_api import handlers as messages
 from .messages_api.objects import ErrorEvent, MessageObject, TokenCount
@@ -9,7 +9,16 @@ from .openapi import openapi
 from .responses_api.handlers import count_input_tokens, create_response
 from .responses_api.objects import InputTokens, Response
 from .responses_api.protocol import ResponsesRequest
-from .route import Route
+from .route import Parameter, Route
+from .timelines import HEADER
+from .timings import RequestList, RequestRecord
+
+TIMINGS = Parameter(
+    HEADER,
+    "header",
+    "1: the answer, or the end of its stream, has a member `timings`",
+    {"type": "string", "enum": ["0", "1"], "default": "0"},
+)
 
 ROUTES: tuple[Route, ...] = (
     Route(
@@ -20,6 +29,7 @@ ROUTES: tuple[Route, ...] = (
         body=protocol.ChatRequest,
         answer=protocol.CompletionResponse[protocol.ChatChoice],
         streams=True,
+        parameters=(TIMINGS,),
         example={"messages": [{"role": "user", "content": "Name three rivers."}], "max_tokens": 60},
     ),
     Route(
@@ -30,6 +40,7 @@ ROUTES: tuple[Route, ...] = (
         body=protocol.CompletionRequest,
         answer=protocol.CompletionResponse[protocol.CompletionChoice],
         streams=True,
+        parameters=(TIMINGS,),
         example={"prompt": "Once upon a time", "max_tokens": 40},
     ),
     Route(
@@ -40,6 +51,7 @@ ROUTES: tuple[Route, ...] = (
         body=ResponsesRequest,
         answer=Response,
         streams=True,
+        parameters=(TIMINGS,),
         example={"input": "Name three rivers.", "max_output_tokens": 60},
     ),
     Route(
@@ -59,6 +71,7 @@ ROUTES: tuple[Route, ...] = (
         body=MessagesRequest,
         answer=MessageObject,
         streams=True,
+        parameters=(TIMINGS,),
         example={"messages": [{"role": "user", "content": "Name three rivers."}], "max_tokens": 60},
         error=ErrorEvent,
         overloaded=messages_errors.OVERLOADED,
@@ -144,6 +157,61 @@ ROUTES: tuple[Route, ...] = (
         handler=health.metrics,
         summary="Counters, gauges and histograms in Prometheus' text format, summed over all frontends",
         answer="text/plain",
+    ),
+    Route(
+        method="GET",
+        path="/debug/requests",
+        handler=debug.requests,
+        summary="The timelines of the last requests that ended, the newest first, of the process that answers",
+        answer=RequestList,
+        parameters=(
+            Parameter(
+                "limit",
+                "query",
+                "at most so many",
+                {
+                    "type": "integer",
+                    "minimum": 1,
+                    "maximum": debug.MOST_REQUESTS,
+                    "default": debug.REQUESTS,
+                },
+            ),
+        ),
+    ),
+    Route(
+        method="GET",
+        path="/debug/requests/{id:.+}",
+        handler=debug.request_by_id,
+        summary="The timeline of the last request that ended with this x-request-id, if this process answered it",
+        answer=RequestRecord,
+    ),
+    Route(
+        method="GET",
+        path="/diagnose",
+        handler=diagnosis.diagnose,
+        summary="What bounds latency, throughput and concurrency at the moment, and which setting to turn",
+        answer=diagnosis.DiagnosisObject,
+    ),
+    Route(
+        method="GET",
+        path="/debug/trace",
+        handler=debug.trace,
+        summary="What all processes do in the next seconds, in Chrome's trace event format (for ui.perfetto.dev)",
+        answer="application/json",
+        parameters=(
+            Parameter(
+                "seconds",
+                "query",
+                "how long to watch",
+                {
+                    "type": "number",
+                    "minimum": debug.LEAST_TRACE_SECONDS,
+                    "maximum": debug.MOST_TRACE_SECONDS,
+                    "default": debug.TRACE_SECONDS,
+                },
+            ),
+        ),
+        busy=True,
     ),
     Route(
         method="GET",

@@ -14,16 +14,20 @@ from config.api_keys import read_api_keys
 from config.schema import ChildSpec
 from config.sources import ConfigError
 from config.tls import server_context
-from ipc.client import AsyncClient
 from ipc.control import Control, Drain, Idle, Order, StartError, end_on_error
+from ipc.engine_client import EngineClient
 from ipc.stats_channel import StatsSubscriber
 
 from .app import make_app
 from .connection import Connection, watch_backlogs
 from .console import Console
+from .diagnosis import Diagnoses
 from .gate import Gate
+from .identity import identity_of
 from .metrics import Metrics
+from .reporting import report
 from .service import Service
+from .span_sender import SpanSender
 from .streaming import KeepAlive
 
 log = logging.getLogger(__name__)
@@ -37,15 +41,21 @@ async def serve(spec: ChildSpec, control: Control) -> None:
     """Serve until drained or the engine is lost; raises when a task of the process fails."""
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_on_loop_error)
-    client = AsyncClient(spec.endpoints.clients)
-    service = Service(spec, client, Metrics())
-    keep_alive = KeepAlive(service.keepalive_seconds)
+    client = EngineClient(spec.endpoints.clients)
     server = spec.config.server
     try:
-        gate = Gate(read_api_keys(server.api_key_file, os.environ).keys, server.cors_origin)
+        keys = read_api_keys(server.api_key_file, os.environ).keys
         tls = server_context(server.tls_cert, server.tls_key)
     except ConfigError as error:  # the launcher has found them good, but they are files
         raise StartError(str(error)) from None
+    service = Service(spec, client, Metrics(identity_of(spec, keys)))
+    if server.otlp_endpoint:
+        try:
+            service.spans = SpanSender(server.otlp_endpoint, f"frontend-{spec.index}")
+        except ConfigError as error:
+            raise StartError(str(error)) from None
+    keep_alive = KeepAlive(service.keepalive_seconds)
+    gate = Gate(keys, server.cors_origin)
 
     def on_order(order: Order) -> None:
         loop.call_soon_threadsafe(obey, order)
@@ -57,9 +67,12 @@ async def serve(spec: ChildSpec, control: Control) -> None:
             service.fail(order.reason)
 
     control.listen(on_order, loop)
-    stats = StatsSubscriber(spec.endpoints.stats, service.on_stats, service.on_stats_lost, service.on_details)
+    diagnoses = Diagnoses(lambda wanted: stats.ask_for_diagnosis(wanted))
+    stats = StatsSubscriber(
+        spec.endpoints.stats, service.on_stats, service.on_stats_lost, service.on_details, diagnoses.take
+    )
     console = Console(spec, service, stats.ask_for_details) if server.console else None
-    app = make_app(service, keep_alive, gate, console)
+    app = make_app(service, keep_alive, gate, diagnoses, console)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_CLOSE_SECONDS)
     await runner.setup()
     manager = runner.server
@@ -91,6 +104,7 @@ async def serve(spec: ChildSpec, control: Control) -> None:
     )
     control.stage("waiting for the engine")
     stats.start()
+    service.tracer.start()
     gc.collect()
     gc.freeze()  # modules, routes and schemas stay: looking through them would stop all streams for 30 ms each time
 
@@ -99,16 +113,16 @@ async def serve(spec: ChildSpec, control: Control) -> None:
         await service.engine_up.wait()
         control.ready()
 
+    works = [
+        keep_alive.run(),
+        announce(),
+        service.metrics.run(),
+        watch_backlogs(connections, server.client_timeout),
+    ]
+    if service.measures:
+        works.append(report(client, f"frontend-{spec.index}", connections))
     async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(work)
-            for work in (
-                keep_alive.run(),
-                announce(),
-                service.metrics.run(),
-                watch_backlogs(connections, server.client_timeout),
-            )
-        ]
+        tasks = [group.create_task(work) for work in works]
         await service.over.wait()
         for task in tasks:
             task.cancel()
@@ -119,6 +133,9 @@ async def serve(spec: ChildSpec, control: Control) -> None:
     listener.close()
     await runner.cleanup()
     stats.close()
+    service.tracer.close()
+    if service.spans is not None:
+        await service.spans.close()
     await client.close()
 
 

@@ -10,12 +10,15 @@ import msgspec
 from aiohttp import web
 
 from config.schema import ChildSpec
-from ipc.client import AsyncClient
+from ipc.engine_client import EngineClient
 from ipc.messages import ModelInfo
 from ipc.stats_messages import EngineDetails, Stats
+from ipc.tracing import Tracer
 
 from .errors import unavailable
 from .metrics import Metrics
+from .span_sender import SpanSender
+from .timelines import RequestTimeline, Timelines
 
 _STALE_SECONDS = 10.0  # the scheduler reports several times a second
 
@@ -23,9 +26,18 @@ _STALE_SECONDS = 10.0  # the scheduler reports several times a second
 class Service:
     """State of one frontend: loading, serving, recovering, draining or lost."""
 
-    def __init__(self, spec: ChildSpec, client: AsyncClient, metrics: Metrics) -> None:
+    def __init__(self, spec: ChildSpec, client: EngineClient, metrics: Metrics) -> None:
+        process = f"frontend-{spec.index}"
+        self.trace_endpoints = tuple(spec.endpoints.traces.values())
+        self.tracer = Tracer(process, spec.endpoints.traces.get(process, ""))
+        self.tracing = False  # somebody is having a trace taken by this process
         self.client = client
         self.metrics = metrics
+        self.measures = spec.config.supervisor.measure
+        self.timelines = Timelines(spec.config.server.timeline_requests if self.measures else 0)
+        self.spans: SpanSender | None = None  # without it, no traces are sent
+        self.index = spec.index
+        self.frontends = spec.config.server.frontends
         self.served_names = spec.served_names
         self.max_body_bytes = spec.config.server.max_body_bytes
         self.client_timeout = spec.config.server.client_timeout
@@ -81,6 +93,12 @@ class Service:
                 self.idle.set()
                 if self.draining:
                     self.over.set()
+
+    def ended(self, timeline: RequestTimeline) -> None:
+        """Keep what is known of a request that has ended, and tell it to whoever takes a trace."""
+        self.timelines.add(timeline)
+        if self.tracer.wanted:
+            self.tracer.add(timeline.traced())
 
     def drain(self) -> None:
         """Take no new generation; `over` is set once the running ones have ended."""

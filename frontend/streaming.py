@@ -141,6 +141,7 @@ async def stream_answer(
             if not isinstance(error, ApiError):
                 log.exception("request %s failed", request["id"])
                 error = ApiError(500, "internal error", type=UNAVAILABLE)
+            generation.timeline.fail(error)
             stream.response.force_close()
             generation.close()
             stream.send(renderer.error(error))

@@ -1,4 +1,4 @@
-"""Whose request it is: tenant and prefix-cache namespace, of bounded length whatever the client sent."""
+"""Whose request it is: the tenant, of bounded length whatever the client sent."""
 
 import hashlib
 from collections.abc import Mapping
@@ -33,8 +33,3 @@ def tenant_of(request: web.Request) -> str:
 def tenant_of_key(key: str) -> str:
     """The tenant of a key that nobody checks; "" without one."""
     return tenant_of_digest(key_digest(key)) if key else ""
-
-
-def namespace_of(tenant: str, cache_salt: str) -> str:
-    """The prefix-cache namespace: requests share cached prefixes when both tenant and salt are equal."""
-    return f"{tenant}:{key_digest(cache_salt).hex()}" if cache_salt else tenant

@@ -5,7 +5,8 @@ Sent one by one, those that find the queue full would get a 429, and the whole b
 
 from collections.abc import Sequence
 
-from ipc.client import AsyncClient, RequestFailed
+from ipc.engine_client import EngineClient
+from ipc.errors import RequestFailed
 from ipc.messages import ChatPrompt, TextPrompt, TokenPrompt
 from ipc.validation import MAX_PROMPT_LOGPROBS, MAX_TOKENIZE_BYTES, InvalidRequest, validate_together
 
@@ -15,7 +16,7 @@ _SPECIALS = 8  # tokens that a text may have beside one for each byte
 
 
 async def check_together(
-    client: AsyncClient,
+    client: EngineClient,
     prompts: Sequence[TextPrompt | ChatPrompt | TokenPrompt],
     n: int,
     name: str,
@@ -40,7 +41,7 @@ async def check_together(
         raise ApiError.of_invalid(error) from None
 
 
-async def _count(client: AsyncClient, prompt: TextPrompt | ChatPrompt | TokenPrompt) -> int:
+async def _count(client: EngineClient, prompt: TextPrompt | ChatPrompt | TokenPrompt) -> int:
     """Tokens of a prompt; 1 for one that is refused anyhow, which its own request then says best."""
     if isinstance(prompt, TokenPrompt):
         return len(prompt.token_ids) // 4

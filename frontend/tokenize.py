@@ -4,8 +4,8 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from ipc.client import RequestFailed
 from ipc.codec import pack_ints, unpack_ints
+from ipc.errors import RequestFailed
 from ipc.messages import ChatPrompt, Detokenize, ModelInfo, TextPrompt, Tokenize, Tokenized
 from ipc.validation import InvalidRequest, validate_detokenize, validate_tokenize
 

@@ -15,8 +15,8 @@ from msgspec import Struct
 
 from ipc.stats_messages import Stats
 
+from ..engine_metrics import block_counts
 from ..errors import ApiError
-from ..metrics import block_counts
 from ..service import Service
 from .latency import Latency, Window
 

@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType
 
 from ..piece_renderer import Event
+from ..timings import Timings
 
 
 class TextBlock(Struct, frozen=True, tag="text"):
@@ -46,6 +47,7 @@ class MessageObject(Struct, kw_only=True):
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
+    timings: Timings | UnsetType = UNSET  # for requests with the header x-tokenmill-timings
 
 
 class MessageStart(Event, tag="message_start"):
@@ -90,6 +92,7 @@ class StopDelta(Struct):
 class MessageDelta(Event, tag="message_delta"):
     delta: StopDelta
     usage: MessageUsage
+    timings: Timings | UnsetType = UNSET
 
 
 class MessageStop(Event, tag="message_stop"):

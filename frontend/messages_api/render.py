@@ -118,8 +118,10 @@ class MessagesRenderer(PieceRenderer):
             stop_reason=stop_reason,
             stop_sequence=stop_sequence,
             usage=MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cache_read_input_tokens=cached),
+            timings=self.timings,
         )
-        return [*events, MessageDelta(StopDelta(stop_reason, stop_sequence), self._message.usage), MessageStop()]
+        delta = StopDelta(stop_reason, stop_sequence)
+        return [*events, MessageDelta(delta, self._message.usage, self._message.timings), MessageStop()]
 
     def _stop_reason(self) -> tuple[str, str | None]:
         end = self._finished

@@ -5,9 +5,10 @@ https://platform.openai.com/docs/api-reference/responses/object and .../response
 
 from typing import Any, Literal
 
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, UnsetType, field
 
 from ..piece_renderer import Event
+from ..timings import Timings
 from .protocol import Metadata, ReasoningConfig, ResponsesToolChoice, TextConfig
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -113,6 +114,7 @@ class Response(Struct, kw_only=True):
     usage: ResponseUsage | None = None
     user: str | None
     metadata: Metadata
+    timings: Timings | UnsetType = UNSET  # for requests with the header x-tokenmill-timings, at the end
 
 
 class InputTokens(Struct):

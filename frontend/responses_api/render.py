@@ -85,6 +85,7 @@ class ResponsesRenderer(PieceRenderer):
                 OutputTokensDetails(self._reasoning_tokens),
                 usage.total_tokens,
             ),
+            timings=self.timings,
         )
         self._response = response
         return [*events, Incomplete(self._number(), response) if cut else Completed(self._number(), response)]

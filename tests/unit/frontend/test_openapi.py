@@ -38,7 +38,9 @@ def test_it_has_every_route_once() -> None:
 def test_every_path_that_is_answered_is_described_or_named_as_left_out() -> None:
     spec = frontend_spec(ModelInfo(("m",), 100, 100, 0, True), "", "", "", 0, ServerConfig())
     service = Service(spec, cast(Any, None), cast(Any, None))
-    app = make_app(service, cast(Any, None), cast(Any, None), Console(spec, service, lambda wanted: None))
+    app = make_app(
+        service, cast(Any, None), cast(Any, None), cast(Any, None), Console(spec, service, lambda wanted: None)
+    )
     answered = {resource.canonical for resource in app.router.resources()}
     named = set(re.findall(r"`(/[^`]*)`", DOCUMENT["info"]["description"]))
     assert named == answered - set(DOCUMENT["paths"])

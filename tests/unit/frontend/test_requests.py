@@ -1,6 +1,7 @@
 """What OpenAI requests mean for the engine."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -247,6 +248,24 @@ def test_b048_echo() -> None:
         assert job.params.prompt_logprobs is None
     assert "return_prompt" not in completion().options
     assert chat(return_token_ids=True).options["return_prompt"]
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+@pytest.mark.parametrize(
+    ("value", "output", "prompt"),
+    [(None, False, False), (False, False, False), (True, True, True), ("output", True, False)],
+)
+def test_token_ids_of_the_output_alone_cost_no_prompt(
+    make: Callable[..., Job], value: Any, output: bool, prompt: bool
+) -> None:
+    job = make(return_token_ids=value)
+    assert (job.return_token_ids, job.return_prompt_token_ids) == (output, prompt)
+    assert ("return_prompt" in job.options) == prompt
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+def test_token_ids_of_something_else_are_refused(make: Callable[..., Job]) -> None:
+    assert "return_token_ids" in refused(make, return_token_ids="prompt").body.message
 
 
 @pytest.mark.parametrize(

@@ -198,21 +198,31 @@ def test_scoring_alone_streams_the_prompt_and_its_end() -> None:
     assert [chunk["finish_reason"] for chunk in chunks] == [None, "length"]
 
 
+@pytest.mark.parametrize("prompt_too", [True, False])
 @pytest.mark.parametrize("kind", [ChatResponder, CompletionResponder])
-def test_token_ids_of_prompt_and_output(kind: type[Responder]) -> None:
-    """vLLM's places: those of the prompt in a chat's answer and first chunk, in the choice of a completion."""
+def test_token_ids_of_prompt_and_output(kind: type[Responder], prompt_too: bool) -> None:
+    """vLLM's places: those of the prompt in a chat's answer and first chunk, in the choice of a completion. Without
+    them the engine is not asked for the prompt either, and so tells none."""
     batches: list[Batch] = [[(0, delta(0, "a", logprobs=False))], [(0, finished(0, "stop"))]]
 
     def made() -> Responder:
-        responder = kind(Job((TextPrompt("p"),), SamplingParams(), "m", True, False, return_token_ids=True), "fp_1")
-        responder.prompt_of = lambda index: PROMPT
+        prompts = (TextPrompt("p"),)
+        job = Job(
+            prompts, SamplingParams(), "m", True, False, return_token_ids=True, return_prompt_token_ids=prompt_too
+        )
+        responder = kind(job, "fp_1")
+        if prompt_too:
+            responder.prompt_of = lambda index: PROMPT
         return responder
 
     whole = json.loads(made().whole(batches, USAGE))
     responder = made()
-    first, second, last = (chunk for batch in batches for chunk in events(responder.chunks(batch)))
+    chunks = [chunk for batch in batches for chunk in events(responder.chunks(batch))]
+    # What comes before the first token: of a completion nothing, unless something is to be said of the prompt.
+    assert len(chunks) == (3 if prompt_too or kind is ChatResponder else 2)
+    first, second, last = chunks[0], *chunks[-2:]
     place, chunk_place = (whole, first) if kind is ChatResponder else (whole["choices"][0], first["choices"][0])
-    assert place["prompt_token_ids"] == chunk_place["prompt_token_ids"] == [4, 5, 6]
+    assert place.get("prompt_token_ids") == chunk_place.get("prompt_token_ids") == ([4, 5, 6] if prompt_too else None)
     assert whole["choices"][0]["token_ids"] == second["choices"][0]["token_ids"] == [7]
     assert "prompt_token_ids" not in json.dumps([second, last])
     assert "prompt_logprobs" not in whole

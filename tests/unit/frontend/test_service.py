@@ -5,12 +5,12 @@ from typing import Any, cast
 
 import pytest
 
-from config.schema import Config
+from config.schema import Config, Endpoints
 from frontend import service
 from frontend.errors import ApiError
 from frontend.metrics import Metrics
 from frontend.service import Service
-from ipc.client import AsyncClient
+from ipc.engine_client import EngineClient
 from ipc.messages import ModelInfo
 from tests.processes.frontend.test_lifecycle import STATS
 
@@ -18,8 +18,9 @@ from tests.processes.frontend.test_lifecycle import STATS
 def test_ready_only_while_the_scheduler_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(service.time, "monotonic", lambda: now)
-    client = cast(AsyncClient, SimpleNamespace(model=ModelInfo(("m",), 100, 100, 0, True)))
-    spec = cast(Any, SimpleNamespace(config=Config(), arch=None, served_names=()))
+    client = cast(EngineClient, SimpleNamespace(model=ModelInfo(("m",), 100, 100, 0, True)))
+    endpoints = Endpoints(clients=(), scheduler="", workers="", stats="")
+    spec = cast(Any, SimpleNamespace(config=Config(), arch=None, served_names=(), index=0, endpoints=endpoints))
     one = Service(spec, client, cast(Metrics, None))
     one.on_stats(STATS)
     now += 9.0

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.tenant import namespace_of, presented_key, tenant_of_key
+from config.tenants import namespace_of
+from frontend.tenant import presented_key, tenant_of_key
 from ipc.validation import validate_options
 
 _names = st.text(max_size=40)
@@ -53,3 +54,7 @@ def test_whatever_the_client_sends_fits_the_bounds(salt: str, key: str) -> None:
 
 def test_without_key_and_salt_all_share_one_namespace() -> None:
     assert namespace_of("", "") == ""
+
+
+def test_the_longest_name_of_a_key_leaves_room_for_a_salt() -> None:
+    validate_options(tenant="n" * 64, namespace=namespace_of("n" * 64, "salt"))
