@@ -7,10 +7,10 @@ import sys
 import msgspec
 
 from config.arch import read_arch
-from config.event_log_file import check_event_log
 from config.generation import describe, read_generation
 from config.plan_advice import shortage
 from config.plan_report import full_report, short_report
+from config.recordings import EVENT_LOG, TRACE, check_recording
 from config.resolve import resolve
 from config.schema import GenerationDefaults
 from config.sources import ConfigError, read_settings
@@ -24,6 +24,7 @@ from launch.listen import open_listener
 from launch.machine import look_around
 from launch.model_source import locate
 from launch.progress import StartDisplay
+from launch.sdk_edge import check_sdk, settle_sdk
 from launch.supervisor import Supervisor
 
 
@@ -37,8 +38,11 @@ def main() -> int:
         asked = settings.config
         for warning in check_edge(asked.server, os.environ):
             print(f"warning: {warning}", file=sys.stderr)
-        if asked.scheduler.event_log:
-            check_event_log(asked.scheduler.event_log)
+        for warning in check_sdk(asked.sdk, asked.tokenizer.tokenizers):
+            print(f"warning: {warning}", file=sys.stderr)
+        for kind, file in ((EVENT_LOG, asked.scheduler.event_log), (TRACE, asked.supervisor.record)):
+            if file:
+                check_recording(kind, file)
         # The port first: it may be taken, and finding the model can mean a long download.
         listens = asked.server.frontends > 0 and not settings.plan
         listener = open_listener(asked.server.host, asked.server.port) if listens else None
@@ -71,8 +75,8 @@ def main() -> int:
 
     config, plan = resolved.config, resolved.plan
     if settings.plan:
-        print(full_report(plan, config, arch))
-        print("\nchosen for this machine", *resolved.reasons, sep="\n  ")
+        print(full_report(asked, arch, machine, resolved))
+        print("\nwhat was chosen, and why", *resolved.reasons, sep="\n  ")
     if not plan.fits:
         print(f"error: {shortage(asked, arch, machine, resolved)}", file=sys.stderr)
         return 1
@@ -85,7 +89,7 @@ def main() -> int:
         display.say(line)
     display.say(short_report(plan))
     engine = Engine(
-        config=config,
+        config=msgspec.structs.replace(config, sdk=settle_sdk(config.sdk)),
         arch=arch,
         model_path=str(source.path),
         served_names=config.model.served_model_name or (source.name,),
@@ -95,6 +99,8 @@ def main() -> int:
         rank_cpus=resolved.rank_cpus,
         generation=generation,
         gpu_bytes=0 if plan.gpu is None else plan.gpu.usable,
+        asked=asked,
+        machine=machine,
     )
     with listener or contextlib.nullcontext():
         try:

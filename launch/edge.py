@@ -1,10 +1,14 @@
-"""Keys, origins and certificates, looked at before anything slow begins; the frontends read them themselves."""
+"""Keys, origins, certificates and where traces go, looked at before anything slow begins.
+
+The frontends read them themselves.
+"""
 
 import ipaddress
 import re
 from collections.abc import Mapping
 
 from config.api_keys import read_api_keys
+from config.otlp import traces_url
 from config.schema import ServerConfig
 from config.sources import ConfigError
 from config.tls import server_context
@@ -22,6 +26,8 @@ def check_edge(server: ServerConfig, environ: Mapping[str, str]) -> list[str]:
                 f"--cors-origin {origin}: must be * or scheme, host and port without a path, "
                 "such as https://chat.example.org"
             )
+    if server.otlp_endpoint:
+        traces_url(server.otlp_endpoint)
     warnings = list(api_keys.warnings)
     if server.frontends and not api_keys.keys and not _is_loopback(server.host):
         warnings.append(

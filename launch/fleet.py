@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from config.machine import Machine
 from config.schema import ChildSpec, Config, GenerationDefaults, ModelArch
 from ipc.control import StartError
 from launch.listen import free_loopback_port
@@ -42,6 +43,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     rank_cpus: tuple[tuple[int, ...], ...] = ()  # of each rank's compute threads; empty: they are bound to none
     generation: GenerationDefaults = GenerationDefaults()
     gpu_bytes: int = 0  # of its GPU's memory that each rank may use; 0: ranks have none
+    asked: Config | None = None  # what the user set, before it was resolved
+    machine: Machine | None = None  # on which
 
 
 class Fleet:
@@ -134,4 +137,6 @@ class Fleet:
             generation=self._engine.generation,
             after_crash=after_crash and role == "worker",
             gpu_bytes=self._engine.gpu_bytes if role == "worker" else 0,
+            asked=self._engine.asked if role == "scheduler" else None,
+            machine=self._engine.machine if role == "scheduler" else None,
         )

@@ -22,11 +22,11 @@ _MAX_SOCKET_PATH = 107  # bytes; sockaddr_un holds 108 with the closing zero (un
 class RunDirectory:
     """A fresh directory that only this user may enter; use as a context manager."""
 
-    def __init__(self, tokenizers: int, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, tokenizers: int, environ: Mapping[str, str] = os.environ, *, frontends: int = 1) -> None:
         parents = [Path(environ["XDG_RUNTIME_DIR"])] if environ.get("XDG_RUNTIME_DIR") else []
         parents.append(Path(tempfile.gettempdir()))
         self.path = self._create(parents, tokenizers)
-        self.endpoints = _endpoints(self.path, tokenizers)
+        self.endpoints = _endpoints(self.path, tokenizers, frontends)
         try:
             self._lock: IO[bytes] | None = (self.path / _LOCK).open("wb")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -78,9 +78,15 @@ def _socket_paths(path: Path, tokenizers: int) -> list[Path]:
     return [*clients, path / "scheduler.sock", path / "workers.sock", path / "stats.sock"]
 
 
-def _endpoints(path: Path, tokenizers: int) -> Endpoints:
+def _endpoints(path: Path, tokenizers: int, frontends: int) -> Endpoints:
     *clients, scheduler, workers, stats = (f"ipc://{socket}" for socket in _socket_paths(path, tokenizers))
-    return Endpoints(clients=tuple(clients), scheduler=scheduler, workers=workers, stats=stats)
+    counts = {"scheduler": 1, "tokenizer": tokenizers, "frontend": frontends}
+    traces = {
+        f"{role}-{index}": f"ipc://{path}/trace-{role[0]}{index}"  # no longer than the longest of the others
+        for role, count in counts.items()
+        for index in range(count)
+    }
+    return Endpoints(clients=tuple(clients), scheduler=scheduler, workers=workers, stats=stats, traces=traces)
 
 
 def _remove_abandoned(parent: Path) -> None:

@@ -26,6 +26,7 @@ from launch.process import Process
 from launch.progress import StartDisplay
 from launch.recovery import Recovery
 from launch.run_dir import RunDirectory
+from launch.sdk_edge import addresses
 
 _FAIL_SECONDS = 2.0  # for the others to tell their clients, once one process has died
 _LAST_WORDS_SECONDS = 0.3  # of that, what even a second signal leaves them
@@ -51,7 +52,7 @@ class Supervisor:
         self._settings = engine.config.supervisor
         self._listener = listener
         self._display = display
-        self._directory = RunDirectory(engine.config.tokenizer.tokenizers)
+        self._directory = RunDirectory(engine.config.tokenizer.tokenizers, frontends=engine.config.server.frontends)
         self._fleet = Fleet(engine, self._directory, listener, modules, self._on_change)
         self._recovery = Recovery(self._settings, self._fleet, display)
         self._heartbeats = Heartbeats(self._fleet, self._settings.hang_timeout)
@@ -152,6 +153,9 @@ class Supervisor:
         address = clients if self._listener is None else address_of(self._listener, scheme)
         sys.stdout.write(f"ready {address}\n")
         sys.stdout.flush()
+        config = self._engine.config
+        if further := " ".join(addresses(config.sdk, config.tokenizer.tokenizers)):
+            self._display.note(f"clients of the SDK: {further}{', with keys' if config.sdk.sdk_keys else ''}")
         if self._listener is None:
             self._display.say(f"ready: ZeroMQ clients: {clients}")
             return

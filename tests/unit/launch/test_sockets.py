@@ -49,14 +49,16 @@ def test_an_address_that_means_everywhere_is_tried_on_loopback(address: str, to_
 
 
 def test_the_run_directory_is_private_and_goes_away(tmp_path: Path) -> None:
-    with RunDirectory(2, {"XDG_RUNTIME_DIR": str(tmp_path)}) as directory:
+    with RunDirectory(2, {"XDG_RUNTIME_DIR": str(tmp_path)}, frontends=3) as directory:
         assert directory.path.parent == tmp_path
         assert directory.path.stat().st_mode & 0o777 == 0o700
         file = directory.write_private("spec.json", b"{}")
         assert file.stat().st_mode & 0o777 == 0o600
         endpoints = directory.endpoints
         addresses = [*endpoints.clients, endpoints.scheduler, endpoints.workers, endpoints.stats]
-        assert len(set(addresses)) == 5
+        assert len(endpoints.traces) == 1 + 2 + 3
+        addresses += endpoints.traces.values()
+        assert len(set(addresses)) == 5 + 6
         assert all(address.startswith(f"ipc://{directory.path}/") for address in addresses)
         directory.write_private("spec.json", b"[]")
         assert file.read_bytes() == b"[]"
