@@ -1,7 +1,13 @@
-"""Command lines of the tools: how their help looks, and types of numbers for argparse."""
+"""Command lines of the tools: how their help looks, types of numbers for argparse, and how they end."""
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from typing import NoReturn, get_args
+
+from config.schema import QuantizationName
+
+_INTERRUPTED = 130  # as shells have it of SIGINT
 
 
 def tool_parser(
@@ -16,6 +22,14 @@ def tool_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def end_with(main: Callable[[], int]) -> NoReturn:
+    """Run `main` and end with its status; an interrupt ends it without a traceback."""
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
 
 
 def _number(text: str) -> float:
@@ -39,6 +53,13 @@ def not_negative(text: str) -> float:
     value = _number(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
+    return value
+
+
+def share(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 1, not {text}")
     return value
 
 
@@ -67,18 +88,30 @@ def counts(most: int) -> Callable[[str], list[int]]:
     return parse
 
 
-def add_numbers(parser: argparse.ArgumentParser, kv_default: str, kv_help: str) -> None:
-    """The options of a model in one process that say in which numbers it computes, as a server's do."""
+def refuse(parser: argparse.ArgumentParser, arguments: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """End with an error about the first option of `names` that was given; without, each is None or empty."""
+    for name in names:
+        if getattr(arguments, name) not in (None, []):
+            parser.error(f"--{name.replace('_', '-')}: {why}")
+
+
+def add_numbers(parser: argparse.ArgumentParser, kv_default: str, kv_help: str, gpu: bool = False) -> None:
+    """The options of a model in one process that say in which numbers it computes, as a server's do.
+
+    `gpu`: number types of GPUs are choices, too.
+    """
     parser.add_argument(
         "--kernels", choices=("auto", "native", "torch"), default="auto", help="CPU kernels, as of the server"
     )
     parser.add_argument(
         "--quantization",
-        choices=("auto", "none"),
+        choices=get_args(QuantizationName),
         default="auto",
-        help="quantized weights are multiplied as integers (auto), or dequantized (none); as of the server",
+        help="quantized weights are multiplied as integers (auto), or dequantized (none); or float weights rounded to "
+        "integers too (int8, int4); as of the server",
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute dtype")
-    parser.add_argument(
-        "--kv-dtype", choices=("float32", "float16", "bfloat16", "int8"), default=kv_default, help=kv_help
-    )
+    dtypes = ("float32", "bfloat16", *(("float16",) if gpu else ()))
+    by_default = " (default: float32, on a GPU bfloat16)" if gpu else ""
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help=f"compute dtype{by_default}")
+    kv_dtypes = ("float32", "float16", "bfloat16", "int8", *(("fp8",) if gpu else ()))
+    parser.add_argument("--kv-dtype", choices=kv_dtypes, default=kv_default, help=kv_help)

@@ -11,7 +11,7 @@ from frontend.protocol import chat_decoder, completion_decoder
 from frontend.requests import chat_job, completion_job
 from frontend.responses import ChatResponder, CompletionResponder, Responder
 from frontend.together import check_together
-from ipc.client import AsyncClient
+from ipc.engine_client import EngineClient
 from ipc.messages import ModelInfo
 from tools.batch.errors import BatchError
 from tools.batch.requests_file import BatchLine
@@ -34,7 +34,7 @@ class Answer:
 class Answerer:
     """Answers lines through one client, and sends again what the engine could not take (429) or has lost (503)."""
 
-    def __init__(self, client: AsyncClient, model: ModelInfo) -> None:
+    def __init__(self, client: EngineClient, model: ModelInfo) -> None:
         self._client = client
         self._model = model
         self._metrics = Metrics()

@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Coroutine, Sequence
 
-from ipc.client import AsyncClient
+from ipc.engine_client import EngineClient
 from tools.batch.answering import Answerer
 from tools.batch.answers_file import AnswersFile
 from tools.batch.engine import Engine, engine
@@ -26,7 +26,7 @@ async def run(lines: Sequence[BatchLine], answers: AnswersFile, concurrency: int
 
 async def _run(lines: Sequence[BatchLine], answers: AnswersFile, concurrency: int, flags: Sequence[str]) -> None:
     async with engine(flags) as running:
-        client = AsyncClient(running.endpoints)
+        client = EngineClient(running.endpoints)
         try:
             answers.open()
             await _answer_all(lines, answers, concurrency, running, client)
@@ -35,7 +35,7 @@ async def _run(lines: Sequence[BatchLine], answers: AnswersFile, concurrency: in
 
 
 async def _answer_all(
-    lines: Sequence[BatchLine], answers: AnswersFile, concurrency: int, running: Engine, client: AsyncClient
+    lines: Sequence[BatchLine], answers: AnswersFile, concurrency: int, running: Engine, client: EngineClient
 ) -> None:
     try:
         model = await client.connect(_CONNECT_SECONDS)

@@ -6,8 +6,9 @@ import signal
 import sys
 from typing import Any
 
-from tools.arguments import count, positive
-from tools.drills import grammars, itl, overhead, shortage, slo, soak, start
+from tools.arguments import count, positive, share, whole
+from tools.drills import diagnosis, grammars, itl, measuring, overhead, sdk, shortage, slo, soak, start
+from tools.drills.scenarios import NAMES
 
 _DEFAULT_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -76,6 +77,43 @@ def _parser() -> argparse.ArgumentParser:
     part.add_argument("--output-tokens", type=count, default=128, help="default 128")
     part.add_argument("--rounds", type=count, default=5, help="default 5")
     part.set_defaults(run=grammars.run)
+
+    part = _explained(
+        drills, "diagnosis", "whether the change that is advised first is the one that helps most", diagnosis.HELP
+    )
+    part.add_argument("--seconds", type=positive, default=15.0, help="of load on each server (default 15)")
+    part.add_argument("--seed", type=whole, default=0, help="of the scenarios' parameters (default 0)")
+    part.add_argument("--json", metavar="FILE", help="add a line with all that was measured for each scenario")
+    part.add_argument(
+        "--scenarios",
+        nargs="+",
+        choices=NAMES,
+        metavar="NAME",
+        help="default: all, which are " + ", ".join(map(repr, NAMES)),
+    )
+    part.set_defaults(run=diagnosis.run)
+
+    part = _explained(
+        drills, "measuring", "throughput with all measuring and without any, in interleaved pairs", measuring.HELP
+    )
+    part.add_argument("--pairs", type=count, default=10, help="default 10")
+    part.add_argument("--streams", type=count, default=16, help="default 16")
+    part.add_argument("--turns", type=count, default=8, help="of each of the two servers of a pair (default 8)")
+    part.add_argument(
+        "--requests", type=count, default=2, help="of each stream in a turn, after a shorter one (default 2)"
+    )
+    part.set_defaults(run=measuring.run)
+
+    part = _explained(
+        drills, "sdk", "the client SDK: its package, its latency, and many requests over a restart", sdk.HELP
+    )
+    part.add_argument("--requests", type=count, default=1000, help="at once (default 1000)")
+    part.add_argument("--cancel-share", type=share, default=0.1, help="of them, cancelled (default 0.1)")
+    part.add_argument("--output-tokens", type=count, default=8, help="of each (default 8)")
+    part.add_argument("--retries", type=whole, default=2, help="of each (default 2)")
+    part.add_argument("--deadline", type=positive, default=300.0, help="of each, in seconds (default 300)")
+    part.add_argument("--latency-requests", type=count, default=200, help="short ones, of each way (default 200)")
+    part.set_defaults(run=sdk.run)
 
     for part in drills.choices.values():
         part.add_argument("--model", default=_DEFAULT_MODEL, help=f"default {_DEFAULT_MODEL}")

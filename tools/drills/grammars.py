@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from tools.drills.server import Reply, complete, http, server
-from tools.simulate.table import render
+from tools.reports.table import render
 
 HELP = """\
 Start a server and let so many clients stream completions of one length, in turns without a grammar, with a regular

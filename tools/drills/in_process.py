@@ -102,8 +102,7 @@ class ClosedLoop:
 def load_as_served(path: Path, config: Config) -> LlamaModel:
     """The model with the settings of a resolved `config`; raises as `tools.score.model.load`."""
     model, worker = config.model, config.worker
-    quantized = model.quantization == "auto"
-    return load(path, model.dtype, worker.threads, worker.kernels, quantized, model.kv_dtype)
+    return load(path, model.dtype, worker.threads, worker.kernels, model.quantization, model.kv_dtype)
 
 
 def measure(

@@ -25,7 +25,7 @@ from tokenizer_proc.vocabulary import load_vocabulary
 from tools.drills.kv import resolved
 from tools.drills.progress import Progress
 from tools.drills.server import Reply, complete, http, server
-from tools.simulate.table import render
+from tools.reports.table import render
 
 HELP = """\
 Start a server for each number of streams and let so many clients send one request after the other, with prompts that no

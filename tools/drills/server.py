@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -11,10 +12,12 @@ from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
+
+from tools.event_stream import data_lines
 
 MODEL_NAME = "drill"
 
@@ -47,9 +50,23 @@ class Reply:
         return self.finish_reason is not None and not self.error
 
 
+class Running(NamedTuple):
+    """A server."""
+
+    url: str
+    pid: int  # of its launcher
+
+
 @asynccontextmanager
 async def server(model: str, *flags: str, variables: Mapping[str, str] | None = None) -> AsyncIterator[str]:
-    """Start `python -m launch` on a free port; yields its URL and ends it with the block.
+    """The URL of a server that runs for the time of the block; see `running`."""
+    async with running(model, *flags, variables=variables) as found:
+        yield found.url
+
+
+@asynccontextmanager
+async def running(model: str, *flags: str, variables: Mapping[str, str] | None = None) -> AsyncIterator[Running]:
+    """Start `python -m launch` on a free port, and end it with the block.
 
     `variables`: of its environment, beside or instead of this process's own.
 
@@ -67,12 +84,16 @@ async def server(model: str, *flags: str, variables: Mapping[str, str] | None = 
         )
     log = Path(errors.name)
     assert process.stdout is not None
-    line = (await process.stdout.readline()).decode()
+    try:
+        line = (await process.stdout.readline()).decode()
+    except asyncio.CancelledError:
+        await _end(process, log)
+        raise
     if not line.startswith("ready "):
         await process.wait()
         raise SystemExit(f"the server did not start with: {' '.join(flags)}\n{_last_words(log)}")
     try:
-        yield line.removeprefix("ready ").strip()
+        yield Running(line.removeprefix("ready ").strip(), process.pid)
     finally:
         await _end(process, log)
 
@@ -96,10 +117,23 @@ def _last_words(log: Path) -> str:
 
 
 @asynccontextmanager
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    """A session without limits of its own."""
+async def http(buffer: int = 0, headers: Mapping[str, str] = {}) -> AsyncIterator[aiohttp.ClientSession]:
+    """A session without limits of its own. `headers`: of all its requests.
+
+    `buffer`: about so many bytes are taken in before anybody reads them.
+    """
     timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+
+    def small(address: Any) -> socket.socket:
+        family, kind, protocol, _, _ = address
+        made = socket.socket(family, kind, protocol)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        return made
+
+    connector = aiohttp.TCPConnector(limit=0, socket_factory=small if buffer else None)
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=connector, headers=headers, read_bufsize=buffer or 1 << 16
+    ) as session:
         yield session
 
 
@@ -109,9 +143,13 @@ async def complete(
     prompt: Sequence[int] | str,
     max_tokens: int,
     reply: Reply | None = None,
+    bytes_a_second: float = 0.0,
     **params: Any,
 ) -> Reply:
-    """One streamed completion without an end of sequence; fills `reply` as it goes, so that others can watch."""
+    """One streamed completion without an end of sequence; fills `reply` as it goes, so that others can watch.
+
+    `bytes_a_second`: no more is read than that; 0: whatever comes.
+    """
     reply = reply or Reply(0.0)
     body = {
         "model": MODEL_NAME,
@@ -130,11 +168,18 @@ async def complete(
             if response.status != 200:
                 reply.error = (await response.text())[:300]
             else:
-                await read_events(response.content.iter_any(), reply)
+                pieces = response.content.iter_any()
+                await read_events(_slowly(pieces, bytes_a_second) if bytes_a_second else pieces, reply)
     except (aiohttp.ClientError, ConnectionError) as error:
         reply.error = f"{type(error).__name__}: {error}"
     reply.ended = time.perf_counter()
     return reply
+
+
+async def _slowly(pieces: AsyncIterable[bytes], bytes_a_second: float) -> AsyncIterator[bytes]:
+    async for piece in pieces:
+        yield piece
+        await asyncio.sleep(len(piece) / bytes_a_second)
 
 
 class _Choice(msgspec.Struct):
@@ -158,14 +203,12 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 async def read_events(body: AsyncIterable[bytes], reply: Reply) -> None:
     """Take in server-sent events, however they are cut; the tokens of one piece have come at the same time."""
-    rest = b""
-    async for data in body:
-        *events, rest = (rest + data).split(b"\n\n")
+    async for lines in data_lines(body):
         now = time.perf_counter()
-        for line in events:
-            if not line.startswith(b"data: {"):
+        for line in lines:
+            if not line.startswith(b"{"):
                 continue
-            event = _decode_event(line[6:])
+            event = _decode_event(line)
             if event.error is not None:
                 reply.error = event.error.message
                 return

@@ -23,7 +23,7 @@ from tools.drills.kv import resolved
 from tools.drills.memory import Memory, memory_of
 from tools.drills.progress import Progress
 from tools.drills.server import complete, http, metric, server
-from tools.simulate.table import render
+from tools.reports.table import render
 
 HELP = """\
 Start a server with an empty cache of compiled kernels, then again and again with the kernels it has compiled; each time

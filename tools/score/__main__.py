@@ -67,8 +67,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _load(arguments: argparse.Namespace, threads: int | None) -> LlamaModel:
-    quantized = arguments.quantization == "auto"
-    return load(arguments.model, arguments.dtype, threads, arguments.kernels, quantized, arguments.kv_dtype)
+    kernels, quantization = arguments.kernels, arguments.quantization
+    return load(arguments.model, arguments.dtype, threads, kernels, quantization, arguments.kv_dtype)
 
 
 def _score_reference(arguments: argparse.Namespace) -> int:
@@ -128,7 +128,7 @@ def _name(model: LlamaModel, arguments: argparse.Namespace) -> str:
     """What computes, in words."""
     if not isinstance(model.backend, NativeCpuBackend):
         return f"torch operations, {arguments.dtype}"
-    integers = " weights as integers," if arguments.quantization == "auto" else ""
+    integers = "" if arguments.quantization == "none" else " weights as integers,"
     return f"native kernels,{integers} {arguments.dtype}, KV {arguments.kv_dtype}"
 
 

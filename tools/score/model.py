@@ -12,7 +12,7 @@ from gpu_workers.batch import ForwardBatch
 from gpu_workers.comm import LocalComm
 from gpu_workers.models import model_class
 from gpu_workers.models.llama import LlamaModel
-from gpu_workers.weights.loader import open_source
+from gpu_workers.weights.loader import bits_of, open_source
 from gpu_workers.weights.quantized import QuantizedWeight
 from gpu_workers.weights.source import TensorSource, Weights
 
@@ -24,15 +24,16 @@ def load(
     dtype: str,
     threads: int | None,
     kernels: str = "auto",
-    quantized: bool = False,
+    quantization: str = "none",
     kv_dtype: str = "float32",
     device: str = "cpu",
 ) -> LlamaModel:
     """The model as a server with these settings has it; StartError or ValueError when it can't be loaded."""
+    quantized = quantization != "none"
     backend = make_backend(
         device, dtype, threads, deterministic=True, kernels=kernels, quantized=quantized, kv_dtype=kv_dtype
     )
-    return assemble(path, backend)
+    return assemble(path, backend, quantization)
 
 
 def load_exact(path: Path, threads: int | None) -> LlamaModel:
@@ -42,14 +43,15 @@ def load_exact(path: Path, threads: int | None) -> LlamaModel:
     which differs from what the file says by as much again. Raises as `load`.
     """
     backend = make_backend("cpu", "float32", threads, deterministic=True, kernels="torch", quantized=False)
-    return assemble(path, backend, exact=True)
+    return assemble(path, backend, "none", exact=True)
 
 
-def assemble(path: Path, backend: Backend, exact: bool = False) -> LlamaModel:
+def assemble(path: Path, backend: Backend, quantization: str, exact: bool = False) -> LlamaModel:
     """The model of the checkpoint `path` on one rank; `exact`: see `load_exact`. Raises as `load`."""
     arch = read_arch(path)
     source = open_source(path)
-    weights = Weights(_Exact(source) if exact else source, lambda fraction: None)
+    bits = bits_of(quantization, backend)
+    weights = Weights(_Exact(source) if exact else source, lambda fraction: None, bits)
     return model_class(arch.family)(arch, None, weights, backend, LocalComm())
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from config.event_log_file import check_event_log, is_event_log
 from config.output_files import check_output
+from config.recordings import EVENT_LOG, check_recording, is_of_kind
 from config.sources import ConfigError
 from scheduler_proc.event_log import EventLogError, create
+from tools.reports.table import render
 from tools.simulate.cache_study import STUDY_LABELS, study, study_rows
 from tools.simulate.costs import DEFAULT_COST, CostError, StepCost, parse_cost
 from tools.simulate.page import page
@@ -22,8 +23,8 @@ from tools.simulate.report import latency_rows, summary_rows
 from tools.simulate.settings import UsageError, Variant, build_parser, check_replay_options, variants
 from tools.simulate.simulator import Run, Setup, Simulation, SimulationError
 from tools.simulate.summary import Slo, Summary, latencies_of, summarize
-from tools.simulate.table import render
-from tools.simulate.traces import TraceError, TraceRequest, infinite_cache_hits, read_trace, scaled_rate
+from tools.simulate.traces import TraceRequest, infinite_cache_hits, read_trace
+from tools.traces import TraceError, scaled_rate
 
 _SIGPIPE_STATUS = 141  # what a shell shows for a program that SIGPIPE has ended
 _QUIET_SECONDS = 2.0  # what takes longer says how far it is
@@ -98,7 +99,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 def _read(arguments: argparse.Namespace) -> list[TraceRequest]:
     progress = Progress()
-    if is_event_log(arguments.trace):
+    if is_of_kind(EVENT_LOG, arguments.trace):
         if arguments.length_scale != 1:
             raise UsageError("--length-scale: a recorded log's tokens cannot be made more or fewer")
         trace = trace_from_log(
@@ -138,7 +139,7 @@ def _simulate(arguments: argparse.Namespace, trace: list[TraceRequest]) -> int:
     if log_path and (len(setups) > 1 or setups[0].batching != "continuous"):
         raise UsageError("--event-log: records one run, with --batching continuous")
     if log_path:
-        check_event_log(log_path)
+        check_recording(EVENT_LOG, log_path)
     slo = _slo(arguments)
     notes = [
         f"{arguments.trace.name}: {len(trace):,} requests, {sum(request.input_length for request in trace):,} prompt "

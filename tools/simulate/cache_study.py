@@ -21,7 +21,7 @@ from msgspec import Struct
 from config.schema import EvictionName
 from scheduler_proc.eviction import make_eviction
 from scheduler_proc.radix_tree import RadixTree
-from tools.simulate.table import Rows
+from tools.reports.table import Rows
 from tools.simulate.traces import TraceRequest, infinite_cache_walk
 
 Progress = Callable[[str, int, int], None]  # policy, prompts done, prompts

@@ -11,8 +11,7 @@ import numpy.typing as npt
 from ipc.codec import unpack_ints
 from ipc.engine_messages import RowOutput, StepOutputs, StepPlan
 from scheduler_proc.events import Command, SendOutputs, SendPlan
-
-Floats = npt.NDArray[np.float64]
+from tools.reports.percentiles import Floats
 
 
 class Status(IntEnum):
@@ -71,6 +70,7 @@ class Observer:
         self.end = 0.0  # time of the last output
         self.samples: list[Sample] = []
         self._gaps: list[Floats] = []
+        self._gap_owners: list[npt.NDArray[np.int64]] = []  # whose they are
         self._numbers: dict[bytes, dict[int, int]] = {}  # peer -> request id -> number
         self._rows: dict[int, int] = {}  # the worker's rows, as the newest plan leaves them
 
@@ -78,6 +78,13 @@ class Observer:
     def gaps(self) -> Floats:
         """Inter-token latencies of all requests; k tokens that came at once count as k equal gaps."""
         return np.concatenate(self._gaps) if self._gaps else np.zeros(0)
+
+    def gaps_by_request(self) -> list[Floats]:
+        """The same, of each request in the order of its tokens."""
+        owners = np.concatenate(self._gap_owners) if self._gap_owners else np.zeros(0, dtype=np.int64)
+        order = np.argsort(owners, kind="stable")
+        ends = np.cumsum(np.bincount(owners, minlength=len(self.arrival)))
+        return np.split(self.gaps[order], ends[:-1])
 
     def number_of(self, peer: bytes, request_id: int) -> int | None:
         return self._numbers.get(peer, {}).get(request_id)
@@ -161,6 +168,7 @@ class Observer:
             self.first[numbers[fresh]] = time
             last = last[~fresh]
         self._gaps.append(time - last)
+        self._gap_owners.append(numbers[~fresh])
         self.last[numbers] = time
         self.num_tokens[numbers] += 1
 
@@ -170,5 +178,6 @@ class Observer:
             self.first[number] = time
         else:
             self._gaps.append(np.full(count, (time - last) / count))
+            self._gap_owners.append(np.full(count, number))
         self.last[number] = time
         self.num_tokens[number] += count

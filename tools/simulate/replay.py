@@ -13,7 +13,8 @@ from scheduler_proc.event_log import REPLAY_VOCABULARY, Entry, EventLog, PlanDig
 from scheduler_proc.events import Aborted, Arrived, Command, Event, PeerLost, StepDone, Stopped
 from tools.simulate.costs import CostFit, PlanShape, fit_cost, shape_of
 from tools.simulate.observer import Arriving, Observer, Status
-from tools.simulate.traces import TraceError, TraceRequest, from_zero
+from tools.simulate.traces import TraceRequest
+from tools.traces import TraceError, from_zero
 
 Progress = Callable[[int], None]  # events so far
 
@@ -31,7 +32,10 @@ class Replay:
     plans: int = 0  # in the log
     equal: int = 0
     difference: str = ""  # in which way the first plan differs; "" when none does
-    measured: list[tuple[PlanShape, float]] = field(default_factory=list)  # steps and their seconds on the device
+    # Steps and the seconds that each took of the device's time. The gap before a step counts where its plan was there
+    # already: then the device did not wait for work.
+    measured: list[tuple[PlanShape, float]] = field(default_factory=list)
+    measured_at: list[float] = field(default_factory=list)  # when the scheduler heard of the end of each
 
 
 def replay(path: Path, progress: Progress | None = None, *, keep_outputs: bool = False) -> Replay:
@@ -62,7 +66,8 @@ class _Replaying:
             num_host_blocks=header.num_host_blocks,
         )
         self._next = 0  # number of the next arrival
-        self._shapes: deque[tuple[int, PlanShape]] = deque()
+        self._planned: deque[tuple[int, float, PlanShape]] = deque()  # steps under way, when they were planned
+        self._last_done = 0.0
 
     def take(self, entry: Entry) -> None:
         result, event = self.result, entry.event
@@ -100,11 +105,14 @@ class _Replaying:
         observer = self.result.observer
         match event:
             case StepDone(_, done):
-                while self._shapes and self._shapes[0][0] <= done.step:
-                    step, shape = self._shapes.popleft()
+                while self._planned and self._planned[0][0] <= done.step:
+                    step, planned, shape = self._planned.popleft()
                     if step == done.step:
-                        seconds = (done.prepare_us + done.forward_us + done.sample_us) / 1e6
+                        gap = done.between_us if planned < self._last_done else 0
+                        seconds = (gap + done.prepare_us + done.forward_us + done.sample_us) / 1e6
                         self.result.measured.append((shape, seconds))
+                        self.result.measured_at.append(event.time)
+                self._last_done = event.time
             case Aborted(_, peer, request_ids):
                 for request_id in request_ids:
                     if (number := observer.number_of(peer, request_id)) is not None:
@@ -115,7 +123,7 @@ class _Replaying:
             case PeerLost(_, peer):
                 observer.abort_all(peer)
         plans = observer.see(event.time, commands, arriving)
-        self._shapes.extend((plan.step, shape_of(plan)) for plan in plans)
+        self._planned.extend((plan.step, event.time, shape_of(plan)) for plan in plans)
         return plans
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from tools.reports.table import Rows, seconds
 from tools.simulate.summary import PERCENTILES, Latencies, Spread, Summary
-from tools.simulate.table import Rows, seconds
 
 
 def latency_rows(columns: Sequence[Latencies]) -> Rows:

@@ -70,7 +70,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--trace", type=Path, metavar="FILE", help="requests: Mooncake or Azure JSON lines, or a recorded event log"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="Mooncake's JSON lines, Azure's CSV, or a recorded event log",
     )
     source.add_argument(
         "--replay", type=Path, metavar="LOG", help="check that a recorded event log gives its plans again"

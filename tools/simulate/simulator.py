@@ -1,10 +1,12 @@
 """A trace through the real scheduler core: virtual clock, no device, no sockets.
 
-The device is one worker that takes steps in the order of their plans; a step lasts as long as `StepCost` says. Time
-that the scheduler itself needs is not simulated: in the server it passes while the device runs the step before.
+The device is one worker that takes steps in the order of their plans; a step lasts as long as `StepCost` says, times a
+factor drawn from those measured of steps like it where `Setup.variation` has them. Time that the scheduler itself needs
+is not simulated: in the server it passes while the device runs the step before.
 """
 
 import math
+import random
 import time as real_time
 from collections import deque
 from collections.abc import Callable
@@ -19,9 +21,10 @@ from ipc.engine_messages import SamplingSpec, StepPlan, StepResult, Submit
 from ipc.stats_messages import Stats
 from scheduler_proc.batching import Batching
 from scheduler_proc.core import SchedulerCore
+from scheduler_proc.cost_model import CostModel
 from scheduler_proc.event_log import REPLAY_VOCABULARY, Header, Recorder
 from scheduler_proc.events import Arrived, Command, EngineReady, Event, StepDone, Tick, WakeAt
-from tools.simulate.costs import PARTS, StepCost, shape_of
+from tools.simulate.costs import PARTS, Outside, StepCost, Variation, shape_of
 from tools.simulate.observer import Arriving, Observer, Sample
 from tools.simulate.traces import OUTPUT_TOKEN, TraceRequest
 
@@ -48,6 +51,9 @@ class Setup:
     batching: Batching
     cost: StepCost
     copy_us: float = 0.0  # for a block between KV pool and host
+    variation: Variation = field(default_factory=Variation)
+    outside: Outside = field(default_factory=Outside)
+    warm: bool = False  # the scheduler knows the costs from the start, as that of a server does that has run before
 
 
 @dataclass(slots=True)
@@ -89,6 +95,7 @@ class Simulation:
             vocab_size=REPLAY_VOCABULARY,
             num_host_blocks=setup.num_host_blocks,
             batching=setup.batching,
+            cost_model=CostModel.from_coefficients(setup.cost.coefficients) if setup.warm else None,
         )
         self._handle: Callable[[Event], list[Command]] = self._core.handle
         if log is not None:
@@ -106,6 +113,13 @@ class Simulation:
         self._wake = math.inf
         self._next = 0  # request of the trace
         self._known_outputs = any(request.outputs for request in trace)
+        self._on_the_way = setup.outside.arrive_us / 1e6
+        self._random = random.Random(0)  # every run draws the same, so that runs differ by their settings alone
+
+    @property
+    def core(self) -> SchedulerCore:
+        """The core that is driven."""
+        return self._core
 
     def run(self) -> Run:
         """To the end of the last request."""
@@ -114,7 +128,7 @@ class Simulation:
         now = 0.0
         self._event(EngineReady(now))
         while True:
-            arrival = trace[self._next].time if self._next < len(trace) else math.inf
+            arrival = trace[self._next].time + self._on_the_way if self._next < len(trace) else math.inf
             now = min(self._step_ends, arrival, self._wake)
             if now == math.inf or (arrival == math.inf and not self._steps and not self._core.requests):
                 break  # pins may still be there to expire
@@ -150,7 +164,7 @@ class Simulation:
             ttft_target_ms=request.ttft_target_ms,
             cache_pin_seconds=request.pin_seconds,
         )
-        self._event(Arrived(now, _PEER, submit), Arriving(number, _PEER, number, now))
+        self._event(Arrived(now, _PEER, submit), Arriving(number, _PEER, number, request.time))
 
     def _event(self, event: Event, arriving: Arriving | None = None) -> None:
         commands = self._handle(event)
@@ -168,7 +182,7 @@ class Simulation:
     def _take_plan(self, now: float, plan: StepPlan) -> None:
         run, setup = self._run, self._setup
         shape = shape_of(plan)
-        seconds = setup.cost.seconds(shape, setup.copy_us)
+        seconds = setup.cost.seconds(shape, setup.copy_us) * setup.variation.draw(shape, self._random)
         tokens = self._known_tokens(plan) if self._known_outputs else bytes(4 * shape.sampled)
         run.steps += 1
         run.decisions += shape.rows

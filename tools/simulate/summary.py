@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec import Struct
 
-from tools.simulate.observer import Floats, Observer, Status, means
+from tools.reports.percentiles import Floats, percentile
+from tools.simulate.observer import Observer, Status, means
 from tools.simulate.simulator import Run
 
 PERCENTILES = (50, 90, 99)
@@ -17,13 +18,6 @@ class Slo:
 
     ttft: float
     tpot: float
-
-
-def percentile(values: Floats, percent: int) -> float | None:
-    """Linear interpolation; None when there are fewer than 100 / (100 - percent) values to support it."""
-    if len(values) < 100 / (100 - percent):
-        return None
-    return float(np.percentile(values, percent))
 
 
 class Spread(Struct, frozen=True):

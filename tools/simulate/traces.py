@@ -1,32 +1,19 @@
-"""Traces of requests: when each arrives, how long its prompt and output are, and which prompts share a prefix.
+"""Requests for the simulated scheduler: token ids for the prompts of a trace (`tools.traces`).
 
-Formats, told apart by their content:
-- Mooncake (FAST '25), one JSON object a line: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`: the
-  prompt's blocks of `block_size` tokens (512 unless the line says otherwise). Equal ids are equal tokens.
-- Azure LLM inference (Splitwise, ISCA '24): the same without `hash_ids`; no two prompts share anything.
-- Event logs of our own scheduler: see `tools.simulate.replay`.
+Event logs of our own scheduler are read by `tools.simulate.replay`.
 """
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-from msgspec import Meta, Struct
 
-from tools.json_lines import LineError, json_lines
+from tools.traces import TraceError, TraceRow, read_rows
 
 OUTPUT_TOKEN = 0  # what a simulated model says; no prompt contains it
 VOCABULARY = (1 << 31) - 1  # token ids are int32
-_DEFAULT_BLOCK = 512
-
-_Count = Annotated[int, Meta(ge=1, le=1 << 24)]
-
-
-class TraceError(Exception):
-    """A trace that cannot be used; the text is one line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +23,12 @@ class BlockPrompt:
     starts: "array[int]"  # first token id of each block
     block_size: int
     length: int  # tokens; the last block may be cut
+
+    def token_ids(self) -> bytes:
+        """Int32."""
+        starts = np.frombuffer(self.starts, dtype=np.int64)
+        tokens = starts[:, None] + np.arange(self.block_size, dtype=np.int64)
+        return tokens.ravel()[: self.length].astype(np.int32).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +48,7 @@ class TraceRequest:
 
     def token_ids(self) -> bytes:
         """The prompt, int32."""
-        if isinstance(self.prompt, bytes):
-            return self.prompt
-        starts = np.frombuffer(self.prompt.starts, dtype=np.int64)
-        tokens = starts[:, None] + np.arange(self.prompt.block_size, dtype=np.int64)
-        return tokens.ravel()[: self.prompt.length].astype(np.int32).tobytes()
-
-
-class _Line(Struct):
-    timestamp: Annotated[float, Meta(ge=0)]
-    input_length: _Count
-    output_length: _Count
-    hash_ids: list[int] | None = None
-    block_size: Annotated[int, Meta(ge=1, le=1 << 20)] = _DEFAULT_BLOCK
+        return self.prompt if isinstance(self.prompt, bytes) else self.prompt.token_ids()
 
 
 class _TokenIds:
@@ -91,59 +72,49 @@ class _TokenIds:
         return start
 
 
-def read_trace(path: Path, *, limit: int | None = None, length_scale: float = 1.0) -> list[TraceRequest]:
-    """The requests of a JSON-lines trace in order of arrival.
+def read_trace(
+    path: Path, *, limit: int | None = None, length_scale: float = 1.0, known_outputs: bool = True
+) -> list[TraceRequest]:
+    """The requests of a JSON-lines trace in order of arrival; raises as `tools.traces.read_rows`, which scales them.
 
-    `length_scale` multiplies lengths of prompts, outputs and shared blocks alike, so that prefixes stay shared.
-    TraceError names the line that is wrong; OSError when the file cannot be read.
+    `known_outputs`: whether the simulated model says what the trace says that the real one did, so that a next turn
+    finds it in the cache. A model that the trace is sent to by `tools.loadgen` says something else.
     """
     ids = _TokenIds()
-    requests: list[TraceRequest] = []
+    rows = read_rows(path, limit=limit, length_scale=length_scale)
     try:
-        for number, line in json_lines(path, _Line):
-            if len(requests) == limit:
-                break
-            try:
-                requests.append(_request(line, ids, length_scale))
-            except TraceError as error:
-                raise TraceError(f"{path}: line {number}: {error}") from None
-    except LineError as error:
-        raise TraceError(str(error)) from None
-    if not requests:
-        raise TraceError(f"{path}: no requests in it")
-    return from_zero(requests)
-
-
-def from_zero(requests: list[TraceRequest]) -> list[TraceRequest]:
-    """Sorted by time, which then counts from the first arrival."""
-    requests = sorted(requests, key=lambda request: request.time)  # stable: the order within one moment stays
-    first = requests[0].time
-    return [replace(request, time=request.time - first) for request in requests]
-
-
-def scaled_rate(requests: list[TraceRequest], rate_scale: float) -> list[TraceRequest]:
-    """The same requests arriving `rate_scale` times as fast."""
-    return [replace(request, time=request.time / rate_scale) for request in requests]
-
-
-def _request(line: _Line, ids: _TokenIds, scale: float) -> TraceRequest:
-    output_length = max(1, round(line.output_length * scale))
-    if line.hash_ids is None:
-        length = max(1, round(line.input_length * scale))
-        prompt = BlockPrompt(array("q", [ids.fresh(length)]), length, length)
-    else:
-        blocks = -(-line.input_length // line.block_size)
-        if len(line.hash_ids) < blocks:
-            raise TraceError(
-                f"{len(line.hash_ids)} hash_ids of {line.block_size} tokens are too few for an input_length of "
-                f"{line.input_length}"
+        return [
+            TraceRequest(
+                row.time,
+                _prompt(row, ids),
+                row.input_length,
+                row.output_length,
+                outputs=_outputs(row, ids) if known_outputs else b"",
+                tenant=row.tenant,
+                priority=row.priority,
             )
-        # Whole blocks are scaled as such; rounding the length alone would move the block boundaries.
-        size = max(1, round(line.block_size * scale))
-        rest = line.input_length - (blocks - 1) * line.block_size
-        length = (blocks - 1) * size + min(size, max(1, round(rest * scale)))
-        prompt = BlockPrompt(array("q", [ids.of_block(block, size) for block in line.hash_ids[:blocks]]), size, length)
-    return TraceRequest(line.timestamp / 1e3, prompt, length, output_length)
+            for row in rows
+        ]
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+
+
+def _prompt(row: TraceRow, ids: _TokenIds) -> BlockPrompt:
+    size = row.block_size
+    starts = [ids.fresh(size)] if row.blocks is None else [ids.of_block(block, size) for block in row.blocks]
+    return BlockPrompt(array("q", starts), size, row.input_length)
+
+
+def _outputs(row: TraceRow, ids: _TokenIds) -> bytes:
+    """What the trace knows of the output: as far as it fills blocks."""
+    if row.blocks is None or not row.output_blocks:
+        return b""
+    size, more = row.block_size, row.output_blocks
+    if more[0] == row.blocks[-1]:
+        more = more[1:]
+    starts = array("q", [ids.of_block(block, size) for block in (*row.blocks, *more)])
+    known = BlockPrompt(starts, size, min(len(starts) * size, row.input_length + row.output_length))
+    return known.token_ids()[4 * row.input_length :]
 
 
 def infinite_cache_hits(requests: Sequence[TraceRequest], block_size: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
-from ipc.client import AsyncClient, Stream
+from ipc.engine_client import EngineClient, Stream
 from ipc.messages import Delta, Failed, Finished, ModelInfo, PromptInfo
 from tools.batch import answering
 from tools.batch.answering import Answerer
@@ -20,7 +20,7 @@ LINE = BatchLine("a", "/v1/completions", Raw(b'{"model": "tiny", "prompt": "x"}'
 WRONG = BatchLine("b", "/v1/completions", Raw(b'{"model": "tiny", "prompt": "x", "temperature": 9}'))
 
 
-class ScriptedClient(AsyncClient):
+class ScriptedClient(EngineClient):
     """Answers the requests by these statuses in turn (the last one stays); others run while `busy` is positive."""
 
     def __init__(self, *statuses: int, busy: int = 0, back: Callable[[], None] = lambda: None) -> None:
@@ -65,7 +65,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return slept
 
 
-def status_of(client: AsyncClient, line: BatchLine = LINE) -> int:
+def status_of(client: EngineClient, line: BatchLine = LINE) -> int:
     return asyncio.run(Answerer(client, MODEL).answer(line)).status
 
 

@@ -5,14 +5,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
+from config.schema import ModelConfig
+from ipc.engine_messages import SamplingSpec
 from kernels.cpu.build import detect_isa, find_compiler
 from tests.conftest import REPOSITORY
 from tests.unit.gpu_workers.tiny import save_tiny
 from tools.bench_engine import __main__ as bench_engine
+from tools.bench_engine import gpu_command
+from tools.bench_engine.gpu import GpuTimes, step_work
+from tools.bench_engine.random_models import SHAPES
+from tools.gpu_kernels.measure import GpuLimits
 
 LAYERS, HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3, 48, 112, 6, 2, 8, 131
 # rows and columns of a layer's weights; the MLP's gated one has its halves padded to a multiple of 32 rows
@@ -108,6 +117,85 @@ def test_what_cannot_be_measured_is_named(tiny: Path, capsys: pytest.CaptureFixt
     assert "--prefill" in capsys.readouterr().err
     assert bench_engine.main(["--model", str(tiny / "none")]) == 2
     assert "no such directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--device cuda --kernels native", "--kernels: of a CPU's kernels, not with --device cuda"),
+        ("--device cuda --kernels auto", "--kernels: of a CPU's kernels, not with --device cuda"),
+        ("--device cuda --threads 2", "--threads: of a CPU's kernels, not with --device cuda"),
+        ("--device cuda --dtype float32", "--dtype float32: not with --device cuda"),
+        ("--device cuda --kv-dtype float32", "--kv-dtype float32: on a GPU bfloat16, as --dtype, int8 or fp8"),
+        (
+            "--device cuda --dtype float16 --kv-dtype bfloat16",
+            "--kv-dtype bfloat16: on a GPU float16, as --dtype, int8",
+        ),
+        ("--dtype float16", "--dtype float16: not with --device cpu"),
+        ("--kv-dtype fp8", "--kv-dtype fp8: with --device cuda only"),
+    ],
+)
+def test_what_a_device_does_not_have_is_refused(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        bench_engine.main(["--model", "x", *arguments.split()])
+    assert stopped.value.code == 2
+    assert f"error: {said}" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_random_weights_are_never_integers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_engine.main(["--device", "cuda", "--shape", "smollm2-135m", "--quantization", "none"])
+    assert "--quantization: not with --shape" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype", "kv_dtype", "quantized", "drawn"),
+    [
+        ("", "bfloat16", "bfloat16", True, False),
+        ("--dtype float16 --sampling drawn", "float16", "float16", True, True),
+        ("--kv-dtype fp8 --quantization none", "bfloat16", "fp8", False, False),
+        ("--dtype float16 --kv-dtype int8", "float16", "int8", True, False),
+    ],
+)
+def test_a_gpu_is_measured_in_the_numbers_that_were_asked_for(
+    arguments: str, dtype: str, kv_dtype: str, quantized: bool, drawn: bool, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, ...]] = []
+    backends: list[dict[str, object]] = []
+
+    def make_backend(device: str, dtype: str, threads: None, **settings: object) -> SimpleNamespace:
+        backends.append({"device": device, "dtype": dtype, **settings})
+        return SimpleNamespace(device=torch.device("cpu"))
+
+    def measure(model: object, numbers: ModelConfig, sampling: SamplingSpec, *_: object) -> list[GpuTimes]:
+        asked.append((numbers.dtype, numbers.kv_dtype, sampling.temperature > 0))
+        return []
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tiny / "triton"))
+    monkeypatch.setattr(gpu_command, "make_backend", make_backend)
+    monkeypatch.setattr(gpu_command, "assemble", lambda path, backend, quantization: SimpleNamespace(backend=backend))
+    monkeypatch.setattr(gpu_command, "Stopwatch", lambda device: None)
+    monkeypatch.setattr(gpu_command, "measure_limits", lambda *_: GpuLimits(1e12, {}))
+    monkeypatch.setattr(gpu_command, "describe", lambda device: {"card": "a card"})
+    monkeypatch.setattr(gpu_command, "measure", measure)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    sizes = ["--prefill", "64", "--context", "20"]
+    assert bench_engine.main(["--device", "cuda", "--model", str(tiny), *sizes, *arguments.split()]) == 0
+    assert asked == [(dtype, kv_dtype, drawn)]
+    (backend,) = backends
+    assert (backend["device"], backend["dtype"], backend["kv_dtype"]) == ("cuda", dtype, kv_dtype)
+    assert backend["quantized"] is quantized
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_a_step_reads_is_counted_in_its_numbers(tied: bool) -> None:
+    """Keys and values of 100 positions in 30 layers; the embedding only where it is the head, too."""
+    arch = msgspec.structs.replace(SHAPES["smollm2-135m"], tie_embeddings=tied)
+    for kv_dtype, key in (("bfloat16", 2 * 64), ("int8", 64 + 4), ("fp8", 64 + 4)):
+        numbers = ModelConfig(dtype="bfloat16", kv_dtype=kv_dtype)  # type: ignore[arg-type]
+        num_bytes, operations = step_work(arch, numbers, 1, 1, 30 * 100, 30 * 100)
+        assert num_bytes == 2 * 134_515_008 + 30 * 100 * 2 * 3 * key
+        assert operations == pytest.approx(2 * 134_515_008 + 30 * 100 * 4 * 9 * 64, rel=0.01)
 
 
 @pytest.mark.parametrize(

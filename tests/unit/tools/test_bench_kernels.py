@@ -108,6 +108,8 @@ def test_command_prints_and_writes_every_case(tmp_path: Path) -> None:
         (["--shape", "8", "33"], "a multiple of 32"),
         (["--only", "nothing"], "--only"),
         (["--json", "no/such/folder/x.json"], "--json"),
+        (["--device", "cuda", "--threads", "2"], "--threads: of a CPU's kernels, not with --device cuda"),
+        (["--device", "cuda", "--shape", "64", "64"], "--shape: of a CPU's kernels, not with --device cuda"),
     ],
 )
 def test_impossible_values_are_refused_by_name(

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_workers.backends.triton_gpu import TritonBackend
+from tests.kernels.gpu.device import DEVICE
 from tests.unit.gpu_workers.tiny import save_tiny
 from tests.unit.tools.test_score import reference_row
 from tools.bench_engine.gpu import GpuTimes
@@ -18,6 +20,7 @@ from tools.bench_kernels import gpu as bench_gpu
 from tools.check_gpu import __main__ as command
 from tools.check_gpu import engine_parts, engine_worker, kernel_parts
 from tools.check_gpu.check import Check
+from tools.check_gpu.decoded import decode, mismatch
 from tools.check_gpu.engine_parts import steps_section
 from tools.check_gpu.kernel_parts import right_section, speed_section
 from tools.check_gpu.sections import Section, markdown_table, report
@@ -26,7 +29,8 @@ from tools.gpu_kernels.case import Case, Prepared
 from tools.gpu_kernels.device import Machine, Ran
 from tools.gpu_kernels.measure import GpuLimits, Measured
 from tools.gpu_kernels.registry import families, load_cases
-from tools.gpu_kernels.workers import LostError, Worker
+from tools.gpu_kernels.workers import LateError, LostError, Worker
+from tools.score.model import assemble
 
 MACHINE = Machine(
     {"card": "a card", "table of settings": "sm_90", "torch": "2.13.0 (CUDA 13)", "triton": "3.9.0"},
@@ -213,6 +217,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, toy_family: str) -> None:
         return [Ran(each, None, "", errors.get(each.name, 0.0), measured) for each, _ in units]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "_MODEL", Path("none.gguf"))
     for module in (command, bench_gpu):
         monkeypatch.setattr(module, "machine_of", lambda process: MACHINE)
     for module in (kernel_parts, bench_gpu):
@@ -225,8 +230,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, toy_family: str) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_command_writes_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.md"
-    arguments = ["--only", "toy_scale/right*", "--model", str(tmp_path / "none.gguf"), "--out", str(out)]
-    assert command.main(arguments) == 0
+    assert command.main(["--only", "toy_scale/right*", "--out", str(out)]) == 0
     text = out.read_text()
     assert text.startswith("# GPU check: a card\n")
     assert "- Kernels right: 2 of 2 cases\n" in text
@@ -240,7 +244,7 @@ def test_command_writes_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.usefixtures("gpu")
 def test_what_is_wrong_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.md"
-    assert command.main(["--only", "toy_scale/*r*", "--model", "none.gguf", "--out", str(out)]) == 1
+    assert command.main(["--only", "toy_scale/*r*", "--out", str(out)]) == 1
     text = out.read_text()
     assert "- Kernels right: 3 of 4 cases\n" in text
     assert "- Speed: 3 of 3 cases;" in text
@@ -287,17 +291,37 @@ def answers(tmp_path: Path) -> list[dict[str, Any]]:
     return list(engine_worker.answers({"model": str(tmp_path), "reference": str(reference), "device": "cpu"}))
 
 
+def test_decoding_in_graphs_with_two_steps_on_their_way(tmp_path: Path) -> None:
+    """Of rows that end one after the other, so that batches run in ever smaller graphs."""
+    oracle = save_tiny(tmp_path, hidden_size=96)
+    model = assemble(tmp_path, TritonBackend(DEVICE, torch.float32, False, False, "float32"), "none")
+    rows = [
+        reference_row(oracle, name, prompt, outputs)
+        for name, prompt, outputs in (("R0", [5, 17, 99], 6), ("R1", [8] * 20, 1), ("R2", [3, 2], 4))
+    ]
+    assert decode(model, rows) == [row["output_ids"] for row in rows]
+
+
+def test_decoding_is_right_up_to_a_close_choice() -> None:
+    row = {"id": "R", "output_ids": [1, 2, 3], "margins": [4.0, 0.1, 4.0]}
+    assert mismatch(row, [1, 2, 3], 0.5) == ""
+    assert mismatch(row, [1, 9, 9], 0.5) == ""
+    assert mismatch(row, [1, 9, 9], 0.05) == "R decoded step 1: 9 for 2, margin 0.100"
+    assert mismatch(row, [1, 2, 9], 0.5) == "R decoded step 2: 9 for 3, margin 4.000"
+
+
 def check(tmp_path: Path) -> Check:
     return Check([], [], Worker("none"), MACHINE, tmp_path, tmp_path / "rows.jsonl")
 
 
 def test_rows_of_the_engine(answers: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [(row["steps"], len(row["mismatches"])) for row in answers] == [(4, 0), (4, 1)]
+    assert [(row["steps"], len(row["mismatches"])) for row in answers] == [(4, 0), (4, 2)]
     monkeypatch.setattr(Worker, "ask", lambda self, request, seconds: iter(answers))
     section = engine_parts.rows_right(check(tmp_path), time.monotonic() + 60)
-    assert section.summary.startswith("2 of 2 rows of the reference, 8 steps, 1 failures")
-    (failure,) = section.failures
-    assert failure.startswith("R1 step 3: ")
+    assert section.summary.startswith("2 of 2 rows of the reference, 8 steps, 2 failures")
+    scored, decoded = section.failures
+    assert scored.startswith("R1 step 3: ")
+    assert decoded.startswith("R1 decoded step 3: ")
     section = engine_parts.rows_right(check(tmp_path), time.monotonic())
     assert section.summary.startswith("1 of 2 rows")
 
@@ -309,6 +333,25 @@ def test_an_engine_that_does_not_start(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Worker, "ask", lambda self, request, seconds: iter([answer]))
     section = engine_parts.rows_right(check(tmp_path), time.monotonic() + 60)
     assert section.failures == [answer["failed"]]
+
+
+@pytest.mark.parametrize(("seconds", "hangs"), [(20, False), (600, True)])
+def test_an_engine_for_which_there_was_no_time_is_not_wrong(
+    seconds: float, hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What compiles for the first time may take longer than the limit leaves; what had minutes hangs."""
+
+    def ask(self: Worker, request: object, seconds: float) -> Any:
+        raise LateError("took too long")
+
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    monkeypatch.setattr(Worker, "ask", ask)
+    rows = engine_parts.rows_right(check(tmp_path), time.monotonic() + seconds)
+    steps = engine_parts.steps_speed(check(tmp_path), time.monotonic() + seconds)
+    assert rows.failures == ["took too long"] * hangs
+    assert rows.summary.endswith("; no time for more") is not hangs
+    assert len(steps.failures) == 3 * hangs
+    assert ("Not measured: SmolLM2-135M: no time." in steps.text) is not hangs
 
 
 def test_an_engine_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.reports.charts import log_ticks, nice_ticks
 from tools.simulate.__main__ import main
-from tools.simulate.charts import log_ticks, nice_ticks
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FAST = ["--cost", "5000,300,250,0.05,0.01"]
@@ -269,5 +269,5 @@ def test_ticks_are_round_and_inside() -> None:
     assert nice_ticks(0, 100) == [0, 20, 40, 60, 80, 100]
     assert nice_ticks(0, 0.7) == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
     assert nice_ticks(3, 3) == [3]
-    assert log_ticks(0.01, 10_000) == pytest.approx([0.01, 0.1, 1, 10, 100, 1000, 10_000])
+    assert log_ticks(0.01, 10_000, (1,)) == pytest.approx([0.01, 0.1, 1, 10, 100, 1000, 10_000])
     assert log_ticks(0.9, 30) == pytest.approx([1, 2, 5, 10, 20])

@@ -9,9 +9,10 @@ from ipc.codec import pack_int64s, pack_ints
 from ipc.engine_messages import NewRow, RowOutput, SamplingSpec, StepOutputs, StepPlan
 from ipc.messages import Failed
 from scheduler_proc.events import SendOutputs, SendPlan
+from tools.reports.percentiles import percentile
+from tools.reports.table import render, seconds
 from tools.simulate.observer import Arriving, Observer, Sample, Status, means
-from tools.simulate.summary import PERCENTILES, Slo, Spread, latencies_of, percentile
-from tools.simulate.table import render, seconds
+from tools.simulate.summary import PERCENTILES, Slo, Spread, latencies_of
 
 PEER = b"t"
 

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from ipc.codec import unpack_ints
 from tools.simulate.traces import (
     OUTPUT_TOKEN,
-    TraceError,
     TraceRequest,
     infinite_cache_hits,
     infinite_cache_walk,
     read_trace,
-    scaled_rate,
 )
+from tools.traces import TraceError, scaled_rate
 
 
 def write(path: Path, rows: list[dict[str, object]]) -> Path:
@@ -150,3 +149,32 @@ def test_the_shared_traces_can_be_read(shared_dir: Path) -> None:
     trace = read_trace(shared_dir / "traces" / "mooncake_conversation_div16.jsonl")
     share = infinite_cache_hits(trace, 16) / sum(request.input_length for request in trace)
     assert share == pytest.approx(0.32, abs=0.005)
+
+
+def test_who_asked_and_how_urgently_is_kept_and_other_meanings_are_not(tmp_path: Path) -> None:
+    row: dict[str, object] = {"timestamp": 0, "input_length": 5, "output_length": 2}
+    rows = [row | {"tenant": 3, "priority": -2}, row | {"tenant": 0}, row | {"tenant": "x", "priority": "high"}]
+    found = [(request.tenant, request.priority) for request in read_trace(write(tmp_path / "t", rows))]
+    assert found == [("3", -2), ("", 0), ("x", 0)]
+
+
+@pytest.mark.parametrize("scale", [0.25, 1.0, 2.0])
+def test_a_next_turn_goes_on_behind_what_was_said_at_any_scale(tmp_path: Path, scale: float) -> None:
+    rows: list[dict[str, object]] = [
+        {
+            "timestamp": 0,
+            "input_length": prompt,
+            "output_length": 30,
+            "block_size": 8,
+            "hash_ids": list(range(-(-prompt // 8))),
+            "output_hash_ids": list(range(prompt // 8, (prompt + 29) // 8)),
+        }
+        for prompt in (16, 17, 20, 23)
+    ]
+    rows.append({"timestamp": 1, "input_length": 40, "output_length": 1, "block_size": 8, "hash_ids": list(range(5))})
+    *earlier, later = read_trace(write(tmp_path / "t", rows), length_scale=scale)
+    blocks = round(8 * scale) * 5
+    for request in earlier:
+        said = tokens(request) + list(unpack_ints(request.outputs))
+        assert said[:blocks] == tokens(later)
+        assert len(request.outputs) // 4 <= request.output_length

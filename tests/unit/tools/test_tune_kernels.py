@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -227,9 +228,76 @@ def test_command_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str], monke
     assert "tools.compile_kernels" in line
 
 
-def test_times_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+GOOD = {"label": "rms_norm/a", "kernel": "rms_norm", "shape": {"hidden": 64}, "shipped": "{}", "problems": {}}
+GOOD["seconds"] = {key(A): 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "not written by --times"),
+        ("\xff", "not written by --times"),
+        ("[" * 100_000, "not written by --times"),
+        ("[]", "not written by --times: Expected `object`, got `array`"),
+        ("{}", "not written by --times: Object missing required field `measured`"),
+        ({"cases": [{}]}, "not written by --times: Object missing required field `label`"),
+        ({"cases": {}}, "not written by --times: Expected `array`, got `object`"),
+        ({"architecture": "sm_12"}, "there is no table for its architecture 'sm_12'"),
+        ({"architecture": "../sm_90"}, "there is no table for its architecture '../sm_90'"),
+        ({"architecture": ""}, "there is no table for its architecture ''"),
+        ({"cases": []}, r"none of its 0 cases matches --only \*"),
+        ({"cases": [GOOD | {"kernel": "other"}]}, "rms_norm/a: the table has no kernel 'other'"),
+        ({"cases": [GOOD | {"shape": {"m": 64}}]}, "rms_norm/a: the table has no settings for the shape {'m': 64}"),
+        ({"cases": [GOOD | {"shape": {"hidden": "x"}}]}, "rms_norm/a: the table has no settings for the shape {'hid"),
+        ({"cases": [GOOD, GOOD | {"shape": {"hidden": 64, "m": 1}}]}, "rms_norm/a: its shape .* has other parameters"),
+        ({"cases": [GOOD | {"seconds": {"fast": 1.0}}]}, "rms_norm/a: 'fast' are no settings"),
+        ({"cases": [GOOD | {"seconds": {"[64]": 1.0}}]}, r"rms_norm/a: '\[64\]' are no settings"),
+        ({"cases": [GOOD | {"seconds": {key(A): 0}}]}, "rms_norm/a: 0.0 seconds with"),
+        ({"cases": [GOOD | {"seconds": {key(A): "fast"}}]}, "not written by --times: Expected `float`"),
+    ],
+)
+def test_times_that_are_none(
+    content: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong = tmp_path / "times.json"
-    for content in ("", "[]", "{}", '{"cases": []}', '{"cases": [{}], "measured": "", "architecture": "sm_90"}'):
-        wrong.write_text(content)
-        assert command.main(["--from", str(wrong)]) == 2
-        assert capsys.readouterr().err.startswith("tune_kernels: ")
+    if isinstance(content, dict) and content:
+        content = json.dumps({"measured": "", "architecture": "sm_90", "cases": [GOOD]} | content)
+    wrong.write_text(content, "latin-1")
+    monkeypatch.setattr(command, "rewrite", lambda *_: pytest.fail("a table was written"))
+    assert command.main(["--from", str(wrong), "--write"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"tune_kernels: --from {re.escape(str(wrong))}: {said}", line)
+
+
+def test_times_that_are_not_there_or_not_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "times.json"
+    assert command.main(["--from", str(file)]) == 2
+    assert capsys.readouterr().err == f"tune_kernels: --from {file}: No such file or directory\n"
+    file.write_text(json.dumps({"measured": "", "architecture": "sm_90", "cases": [GOOD]}))
+    assert command.main(["--from", str(file)]) == 0
+    assert capsys.readouterr().err == ""
+    assert command.main(["--from", str(file), "--only", "rope/*"]) == 2
+    assert capsys.readouterr().err == (f"tune_kernels: --from {file}: none of its 1 cases matches --only rope/*\n")
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["--from", str(file), "--times", str(tmp_path / "other.json")])
+    assert stopped.value.code == 2
+    assert "--times: not with --from" in capsys.readouterr().err
+
+
+def test_a_table_that_can_not_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sm_90" / "toy.json").mkdir(parents=True)
+    monkeypatch.setattr(command, "FOLDER", tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["--write"])
+    assert stopped.value.code == 2
+    assert f"--write {tmp_path / 'sm_90' / 'toy.json'}: Is a directory" in capsys.readouterr().err
+
+
+def test_no_time_for_any_case_is_no_success(
+    gpu: list[Ran], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "run_cases", lambda *_, **__: [])
+    assert command.main(["--only", "toy_scale/right*", "--seconds-limit", "0.5"]) == 2
+    assert "tune_kernels: --seconds-limit 0.5: no time for any of 2 cases" in capsys.readouterr().err
