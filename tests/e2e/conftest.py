@@ -1,7 +1,5 @@
 """One real server for all tests that only read from it; tests that kill things start their own."""
 
-import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +18,4 @@ def server(model_path: Path) -> Iterator[Server]:
 @pytest.fixture
 def endpoint(server: Server) -> str:
     """Where the server's own stderr says that ZeroMQ clients connect."""
-    deadline = time.monotonic() + 10
-    while not (found := re.search(r"ZeroMQ clients: (\S+?)\)?$", server.stderr, re.MULTILINE)):
-        assert time.monotonic() < deadline, server.stderr
-        time.sleep(0.01)
-    return found[1]
+    return server.said(r"ZeroMQ clients: (\S+?)\)?$")

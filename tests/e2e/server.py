@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -59,6 +60,14 @@ class Server:
     def _read(self, pipe: IO[str]) -> None:
         for line in pipe:
             self.stderr += line
+
+    def said(self, pattern: str) -> str:
+        """The first group of a pattern in its stderr, which may come a little later than the ready line."""
+        deadline = time.monotonic() + 10
+        while not (found := re.search(pattern, self.stderr, re.MULTILINE)):
+            assert time.monotonic() < deadline, self.stderr
+            time.sleep(0.01)
+        return found[1]
 
     def roles(self) -> dict[str, psutil.Process]:
         """The processes that live now, as "worker-0" and the like."""

@@ -7,8 +7,7 @@ import openai
 import pytest
 from numpy.typing import NDArray
 
-from ipc.client import Client, RequestFailed
-from ipc.messages import TextPrompt
+from ipc import BadRequest, Client
 from tests.e2e.server import Server
 
 TEXTS = [
@@ -48,29 +47,29 @@ def test_numbers_and_base64_say_the_same(client: openai.OpenAI) -> None:
 
 
 def test_the_sdk_gives_the_same(client: openai.OpenAI, endpoint: str) -> None:
-    with Client([endpoint]) as sdk:
-        found = sdk.embed(TextPrompt(TEXTS[0]))
-        with pytest.raises(RequestFailed) as caught:
-            sdk.embed(TextPrompt(""))
-    assert caught.value.failed.param == "prompt"
-    assert found.embedding == vectors(client, TEXTS[:1])[0].tobytes()
-    assert found.completion_tokens == 0
+    with Client(endpoint) as sdk:
+        found = sdk.embed(TEXTS[0])
+        with pytest.raises(BadRequest) as caught:
+            sdk.embed("")
+    assert caught.value.param == "prompt"
+    np.testing.assert_array_equal(np.array(found.vector, dtype=np.float32), vectors(client, TEXTS[:1])[0])
+    assert found.usage.completion_tokens == 0
 
 
 def test_a_mean_over_all_tokens_and_the_first_of_them_do_not_depend_on_the_cache(endpoint: str) -> None:
     """Long inputs are computed in chunks; what the cache holds of them has keys and values, but no hidden states."""
-    with Client([endpoint]) as sdk:
+    with Client(endpoint) as sdk:
         for text in (TEXTS[0], TEXTS[3]):
-            before = [sdk.embed(TextPrompt(text), pooling) for pooling in ("mean", "cls")]
-            assert {found.cached_tokens for found in before} == {0}
-            last = sdk.embed(TextPrompt(text), "last")
-            again = [sdk.embed(TextPrompt(text), pooling) for pooling in ("mean", "cls")]
-            assert [found.embedding for found in again] == [found.embedding for found in before]
-            assert len({last.embedding, *(found.embedding for found in before)}) == 3
+            before = [sdk.embed(text, pooling) for pooling in ("mean", "cls")]
+            assert {found.usage.cached_tokens for found in before} == {0}
+            last = sdk.embed(text, "last")
+            again = [sdk.embed(text, pooling) for pooling in ("mean", "cls")]
+            assert [found.vector for found in again] == [found.vector for found in before]
+            assert len({tuple(found.vector) for found in (last, *before)}) == 3
         # The first token attends to itself alone: whatever follows does not change its state.
-        heads = [sdk.embed(TextPrompt("The " + text), "cls").embedding for text in ("cat", "kitten slept well")]
+        heads = [sdk.embed("The " + text, "cls").vector for text in ("cat", "kitten slept well")]
     assert heads[0] == heads[1]
-    assert last.cached_tokens > 0
+    assert last.usage.cached_tokens > 0
 
 
 def test_an_input_that_is_too_long_is_refused(client: openai.OpenAI) -> None:

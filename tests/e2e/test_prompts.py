@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from ipc.client import Client, RequestFailed
-from ipc.codec import pack_ints, unpack_ints
-from ipc.messages import TextPrompt, TokenPrompt
+from ipc import BadRequest, Client
 from tests.e2e.server import SMALL, Server
 from tests.e2e.sse import Answer, post_all
+from tests.exposition import value
 
 COMPLETIONS = "/v1/completions"
 A = "The history of the city begins with a small harbour at the mouth of the river, where merchants met. " * 12
@@ -157,8 +156,7 @@ def test_b078_lists_are_complete_in_a_pool_too_small_for_all(model_path: Path, s
         got = post_all(small.url + COMPLETIONS, bodies)
         with urllib.request.urlopen(small.url + "/metrics", timeout=10) as response:
             metrics = response.read().decode()
-    preempted = [line for line in metrics.splitlines() if line.startswith("tokenmill:num_preemptions_total")]
-    assert float(preempted[0].split()[-1]) > 0
+    assert value(metrics, "tokenmill:num_preemptions_total") > 0
     for one, other in zip(expected, got, strict=True):
         assert values(one) == values(other)
         assert one.text == other.text
@@ -187,19 +185,19 @@ def test_b060_the_rendered_prompt_can_be_looked_at(server: Server) -> None:
 def test_the_sdk_scores_and_tokenizes(server: Server) -> None:
     found = re.search(r"ZeroMQ clients: (\S+?)\)?$", server.stderr, re.MULTILINE)
     assert found is not None
-    with Client([found[1]], timeout=10) as client:
-        tokenized = client.tokenize(TextPrompt("The capital of France is Paris"), return_token_strs=True)
+    with Client(found[1], timeout=10) as client:
+        tokenized = client.tokenize("The capital of France is Paris", return_token_strs=True)
         assert "".join(tokenized.token_strs) == "The capital of France is Paris"
-        ids = unpack_ints(tokenized.token_ids)
-        assert client.detokenize(ids) == "The capital of France is Paris"
-        info = client.score(TokenPrompt(tokenized.token_ids), top=3)
-        assert [position.chosen.token_id for position in info.positions] == list(ids)[1:]
-        assert info.positions[-1].chosen.token == " Paris"
-        assert info.positions[-1].rank < 10
-        with pytest.raises(RequestFailed, match="tokens"):
+        assert client.detokenize(tokenized.token_ids) == "The capital of France is Paris"
+        score = client.score(tokenized.token_ids, top=3)
+        assert score.token_ids == tokenized.token_ids
+        assert tuple(position.chosen.token_id for position in score.positions) == tokenized.token_ids[1:]
+        assert score.positions[-1].chosen.token == " Paris"
+        assert score.positions[-1].rank < 10
+        with pytest.raises(BadRequest, match="tokens"):
             client.detokenize([10**6])
-        with pytest.raises(RequestFailed, match="prompt_logprobs"):
-            client.score(TokenPrompt(pack_ints([1])), top=21)
+        with pytest.raises(BadRequest, match="prompt_logprobs"):
+            client.score([1], top=21)
 
 
 def test_allowed_ids_and_bad_words(server: Server) -> None:

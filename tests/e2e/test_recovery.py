@@ -19,6 +19,7 @@ import pytest
 
 from tests.e2e.server import SMALL, Server, is_alive
 from tests.e2e.sse import Answer, client_session, post
+from tests.exposition import value
 
 RESTARTS = ("--max-restarts", "1000", "--hang-timeout", "10")
 PATIENCE = 120.0  # seconds; only how long a test that fails takes
@@ -68,7 +69,7 @@ class Client:
         """Choices finished since the start of the engine, over all frontends that there were."""
         async with self.session.get(self.url + "/metrics") as response:
             text = await response.text()
-        return sum(map(float, re.findall(r"^tokenmill:request_success_total\{.*\} (\S+)$", text, re.MULTILINE)))
+        return sum(value(text, "tokenmill:request_success_total", finished_reason=end) for end in ("stop", "length"))
 
     async def until(self, path: str, done: Callable[[int, dict[str, Any]], bool]) -> dict[str, Any]:
         """Ask until the answer is as wanted; a connection refused or broken is no answer."""

@@ -1,21 +1,19 @@
 """The engine without HTTP: the ZeroMQ client SDK beside HTTP on one server, and `python -m tools.batch`."""
 
 import json
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from ipc.client import Client, RequestFailed
+from ipc import BadRequest, Client
 from ipc.codec import pack_ints
-from ipc.messages import ChatMessage, ChatPrompt, SamplingParams, TextPrompt, TokenPrompt
+from ipc.messages import SamplingParams, TextPrompt, TokenPrompt
 from tests.e2e.server import REPOSITORY, START_SECONDS, Server, is_alive, process_role
 from tests.e2e.sse import post_all
 
@@ -30,12 +28,16 @@ def test_the_sdk_gets_what_http_gets(server: Server, endpoint: str) -> None:
         )
     )
     params = SamplingParams(temperature=0, max_tokens=20)
-    with Client([endpoint], timeout=10) as client:
+    with Client(endpoint, timeout=10) as client:
         assert client.model.names == ("smol",)
-        answer, end = client.generate(ChatPrompt((ChatMessage("user", question),)), params)[0]
-        assert (answer, end.reason) == (chat.text, chat.finish_reason)
-        assert end.completion_tokens == chat.usage["completion_tokens"]
-        assert client.generate(TextPrompt("1, 2, 3,"), params)[0][0] == text.text
+        answer = client.generate([{"role": "user", "content": question}], params)
+        assert (answer.text, answer.finish_reason) == (chat.text, chat.finish_reason)
+        assert answer.usage.completion_tokens == chat.usage["completion_tokens"]
+        assert client.generate("1, 2, 3,", params).text == text.text
+        ids = client.tokenize("1, 2, 3,").token_ids
+        chunks = list(client.stream(ids, params))
+        assert "".join(chunk.text for chunk in chunks) == text.text
+        assert chunks[-1].finish_reason == text.finish_reason
 
 
 @pytest.mark.parametrize(
@@ -50,12 +52,11 @@ def test_the_sdk_gets_what_http_gets(server: Server, endpoint: str) -> None:
     ],
 )
 def test_the_sdk_gets_the_same_errors(endpoint: str, prompt: Any, params: SamplingParams, param: str) -> None:
-    with Client([endpoint], timeout=10) as client:
-        with pytest.raises(RequestFailed) as caught:
+    with Client(endpoint, timeout=10) as client:
+        with pytest.raises(BadRequest) as caught:
             client.generate(prompt, params)
-        assert caught.value.failed.status == 400
-        assert caught.value.failed.param == param
-        assert client.generate(TextPrompt("a"), SamplingParams(max_tokens=1))
+        assert (caught.value.status, caught.value.param) == (400, param)
+        assert client.generate("a", max_tokens=1)
 
 
 def run_batch(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -139,7 +140,7 @@ def test_an_engine_that_does_not_start_leaves_no_output(tmp_path: Path) -> None:
 class Batch:
     """A batch of eight long requests under way: all processes are there, and some answers."""
 
-    def __init__(self, folder: Path, model_path: Path, prepare: Callable[[], None] | None = None) -> None:
+    def __init__(self, folder: Path, model_path: Path) -> None:
         requests, self.answers = folder / "in.jsonl", folder / "out.jsonl"
         self.names = {f"r{number}" for number in range(8)}
         requests.write_text(
@@ -151,7 +152,6 @@ class Batch:
             cwd=REPOSITORY,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=prepare,
         )
         self.children: list[psutil.Process] = []
 
@@ -210,8 +210,11 @@ def test_a_stopped_batch_takes_its_engine_with_it(
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path: Path, model_path: Path) -> None:
-    """As seen by the batch: a limit on the size of all files, which holds some of the answers."""
-    batch = Batch(tmp_path, model_path, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000)))
+    """As seen by the batch: a limit on the size of its files, which holds some of the answers."""
+    batch = Batch(tmp_path, model_path)
+    batch.wait_for_answers(1)
+    limit = batch.answers.stat().st_size + 1000
+    psutil.Process(batch.process.pid).rlimit(psutil.RLIMIT_FSIZE, (limit, limit))
     _, stderr = batch.process.communicate(timeout=START_SECONDS)
     assert batch.process.returncode == 2, stderr
     assert "Traceback" not in stderr

@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.server import Server
 from tests.e2e.sse import client_session, post, post_all
+from tests.exposition import value
 
 WORDS = ["river", "stone", "light", "under", "follow", "seven", "garden", "quiet", "market", "window", "letter"]
 
@@ -22,10 +23,8 @@ def get(url: str) -> Any:
 
 
 def metric(server: Server, name: str) -> float:
-    """The value of an unlabelled metric."""
     with urllib.request.urlopen(server.url + "/metrics", timeout=10) as response:
-        lines = response.read().decode().splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith(f"tokenmill:{name} "))
+        return value(response.read().decode(), f"tokenmill:{name}")
 
 
 def text_of_words(seed: int, count: int) -> str:
@@ -238,5 +237,5 @@ def test_several_frontends_and_tokenizers_serve_as_one(model_path: Path) -> None
         # Whichever frontend answers speaks for both.
         with urllib.request.urlopen(server.url + "/metrics", timeout=10) as response:
             text = response.read().decode()
-        assert 'tokenmill:request_success_total{finished_reason="length"} 20.0' in text
-        assert 'tokenmill:http_requests_total{route="/v1/completions",status="200"} 20.0' in text
+        assert value(text, "tokenmill:request_success_total", finished_reason="length") == 20
+        assert value(text, "tokenmill:http_requests_total", route="/v1/completions", status="200") == 20

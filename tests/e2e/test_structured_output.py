@@ -13,8 +13,8 @@ import openai
 import pydantic
 import pytest
 
-from ipc.client import Client, RequestFailed
-from ipc.messages import Grammar, SamplingParams, TextPrompt
+from ipc import BadRequest, Client
+from ipc.messages import Grammar
 from tests.e2e.schemas import COLOUR, SCHEMAS, array, obj, ref, text
 from tests.e2e.server import Server
 from tests.e2e.sse import Answer, post_all
@@ -233,11 +233,11 @@ def test_the_official_client_parses_what_it_asked_for(server: Server) -> None:
 def test_the_sdk_sends_grammars_too(server: Server) -> None:
     found = re.search(r"ZeroMQ clients: (\S+?)\)?$", server.stderr, re.MULTILINE)
     assert found is not None
-    with Client([found[1]], timeout=10) as client:
-        params = SamplingParams(max_tokens=60, grammar=Grammar("json_schema", json.dumps(obj(a=text(5)))))
-        answer, end = client.generate(TextPrompt("JSON: "), params)[0]
-        assert end.reason == "stop"
-        assert len(json.loads(answer)["a"]) <= 5
-        with pytest.raises(RequestFailed) as caught:
-            client.generate(TextPrompt("x"), SamplingParams(grammar=Grammar("regex", "(")))
-        assert (caught.value.failed.status, caught.value.failed.param) == (400, "grammar")
+    with Client(found[1], timeout=10) as client:
+        grammar = Grammar("json_schema", json.dumps(obj(a=text(5))))
+        answer = client.generate("JSON: ", max_tokens=60, grammar=grammar)
+        assert answer.finish_reason == "stop"
+        assert len(json.loads(answer.text)["a"]) <= 5
+        with pytest.raises(BadRequest) as caught:
+            client.generate("x", grammar=Grammar("regex", "("))
+        assert caught.value.param == "grammar"

@@ -7,8 +7,8 @@ import jsonschema
 import openai
 import pytest
 
-from ipc.client import Client
-from ipc.messages import ChatMessage, ChatPrompt, Delta, SamplingParams
+from ipc import Client
+from ipc.messages import ChatMessage, ChatPrompt
 from tests.e2e.server import Server
 
 WEATHER = {
@@ -143,13 +143,11 @@ def test_b059_calls_and_results_of_earlier_turns(client: openai.OpenAI) -> None:
 def test_the_sdk_gets_the_raw_text(server: Server) -> None:
     prompt = ChatPrompt((ChatMessage("user", "What time is it?"),), tools=json.dumps(TOOLS[1:]).encode())
     endpoint = server.stderr.split("ZeroMQ clients: ")[1].split(")")[0]
-    with Client([endpoint]) as sdk:
-        items = [item for batch in sdk.stream(prompt, SamplingParams(max_tokens=5, temperature=0)) for item in batch]
-    plain = ChatPrompt((ChatMessage("user", "What time is it?"),))
-    assert any(isinstance(item, Delta) and item.text for item in items)
-    with Client([endpoint]) as sdk:
-        others = [item for batch in sdk.stream(plain, SamplingParams(max_tokens=5, temperature=0)) for item in batch]
-    assert items[-1].prompt_tokens > others[-1].prompt_tokens + 40  # type: ignore[union-attr]
+    with Client(endpoint) as sdk:
+        answer = sdk.generate(prompt, max_tokens=5, temperature=0)
+        plain = sdk.generate([{"role": "user", "content": "What time is it?"}], max_tokens=5, temperature=0)
+    assert answer.text
+    assert answer.usage.prompt_tokens > plain.usage.prompt_tokens + 40
 
 
 @pytest.mark.parametrize("messages", [[], [{"role": "user", "content": "Hi"}]])

@@ -18,7 +18,9 @@ What it answers depends on the last line of the prompt:
 
 import asyncio
 import json
+import struct
 import threading
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ from ipc.codec import Decoder, pack_floats, pack_ints, unpack_ints
 from ipc.messages import (
     Abort,
     ChatPrompt,
+    ChoiceTimings,
+    ClientReport,
     Delta,
     Detokenize,
     Detokenized,
@@ -43,6 +47,7 @@ from ipc.messages import (
     PromptInfo,
     PromptPosition,
     TextPrompt,
+    Timings,
     Tokenize,
     Tokenized,
     TokenLogprob,
@@ -50,7 +55,7 @@ from ipc.messages import (
     Welcome,
 )
 from ipc.stats_channel import StatsPublisher
-from ipc.stats_messages import EngineDetails, Stats
+from ipc.stats_messages import Cause, DiagnosedMetric, Diagnosis, EngineDetails, Stats
 
 MODEL = ModelInfo(
     names=("tiny", "org/tiny"),
@@ -122,16 +127,69 @@ def expected_text(choice: int, tokens: int) -> str:
 
 
 EMBEDDING = (0.6, -0.8)  # of every prompt
+CHUNKS = (2, 3)  # tokens that are computed of every prompt, whatever its length
+
+
+def timings(received: float, choice: int, tokens: int) -> Timings:
+    """Eight moments of what passed between then and now, in equal distances; `choice` is the number of preemptions."""
+    now = time.monotonic()
+    moments = [received + (now - received) * at / 7 for at in range(8)]
+    return Timings(
+        time.time() - now,
+        moments[0],
+        moments[1],
+        moments[7],
+        ChoiceTimings(
+            moments[2],
+            moments[3],
+            moments[5],
+            moments[6],
+            len(CHUNKS) + tokens - 1,
+            choice,
+            struct.pack("<2d", moments[3], moments[3]),
+            struct.pack("<2d", moments[4], moments[5]),
+            pack_ints(CHUNKS),
+        ),
+    )
+
+
+DIAGNOSIS = Diagnosis(
+    time=1000.0,
+    seconds=30.0,
+    arrived=5,
+    finished=4,
+    measures=(
+        ("running", 2.0),
+        ("waiting", 3.5),
+        ("device_busy", 0.75),
+        ("kv_usage", 0.5),
+        ("output_tokens_p50", 10.0),
+        ("output_tokens_p90", 20.0),
+        ("output_tokens_max", 30.0),
+        ("length_finishes", 0.25),
+    ),
+    metrics=(
+        DiagnosedMetric(
+            "ttft",
+            1.25,
+            (("queue: max_seqs", 1.0), ("its own prompt", 0.25)),
+            (Cause("queue", "3.5 waited", "--max-seqs", "2", "8", 0.3, 0.8, (("throughput", 12.5),)),),
+        ),
+        DiagnosedMetric("throughput", 10.0, (("device busy", 0.75),), (Cause("device", "busy", predicted=10.0),)),
+    ),
+    summary="ttft is bound by queue",
+)
 
 
 class FakeEngine:
-    """Runs on a thread of its own. `requests` and `aborted` say what arrived."""
+    """Runs on a thread of its own. `requests`, `aborted` and `reports` say what arrived."""
 
     def __init__(self, directory: Path, *, welcome: bool = True, model: ModelInfo = MODEL) -> None:
         self.endpoint = f"ipc://{directory}/clients-0"
         self.stats_endpoint = f"ipc://{directory}/stats"
         self.requests: list[Generate] = []
         self.aborted: set[int] = set()
+        self.reports: list[ClientReport] = []
         self._welcome = welcome
         self._model = model
         self._peers: list[bytes] = []
@@ -155,6 +213,13 @@ class FakeEngine:
         self._router = AsyncRouter(self.endpoint, decoder, 1, self._on_message, lambda peer: None)
         self._router.start()
         self._publisher = StatsPublisher(self.stats_endpoint)
+        self._diagnosing = self._loop.create_task(self._diagnose())
+
+    async def _diagnose(self) -> None:
+        while True:
+            if self._publisher.diagnosis_wanted:
+                self._publisher.send_diagnosis(DIAGNOSIS)
+            await asyncio.sleep(0.05)
 
     def _on_message(self, peer: bytes, message: Message) -> None:
         if isinstance(message, Hello):
@@ -168,6 +233,8 @@ class FakeEngine:
             with self._changed:
                 self.aborted.add(message.request_id)
                 self._changed.notify_all()
+        elif isinstance(message, ClientReport):
+            self.reports.append(message)
         elif isinstance(message, Tokenize):
             self._router.send(peer, tokenized(message))
         elif isinstance(message, Detokenize):
@@ -190,6 +257,7 @@ class FakeEngine:
 
     async def _answer(self, peer: bytes, request: Generate, kind: str) -> None:
         name = request.request_id
+        received = time.monotonic()
         if kind == "mute":
             return
         if request.pooling:
@@ -233,7 +301,16 @@ class FakeEngine:
         self._send(
             peer,
             *[
-                Finished(name, choice, reason, stop_reason, prompt_length(request), count, CACHED + choice)
+                Finished(
+                    name,
+                    choice,
+                    reason,
+                    stop_reason,
+                    prompt_length(request),
+                    count,
+                    CACHED + choice,
+                    timings=timings(received, choice, count),
+                )
                 for choice in range(request.params.n)
             ],
         )

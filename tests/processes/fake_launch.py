@@ -52,6 +52,8 @@ if __name__ == "__main__":
         served_names=("it's a fake",),
         kv_memory_bytes=resolved.plan.kv,
         num_blocks=resolved.plan.num_blocks,
+        asked=asked,
+        machine=MACHINE,
     )
     modules = dict.fromkeys(ROLE_MODULES, "tests.processes.fake_role")
     listener = open_listener(asked.server.host, asked.server.port)

@@ -182,7 +182,10 @@ def test_what_a_plan_for_a_gpu_lacks_is_told(tmp_path: Path) -> None:
     for flags, status, said in (
         (("--plan-gpu", "H200"), 2, "--plan-gpu: only with --plan"),
         (("--plan", "--plan-gpu", "V100"), 2, "--plan-gpu: 'V100' is neither a memory size such as 24GiB nor one of"),
+        (("--plan", "--plan-gpu", "A100"), 2, "--plan-gpu: 'A100' may be any of A100-80GB, A100-40GB: say which"),
+        (("--plan", "--plan-gpu", "24"), 2, "--plan-gpu: '24' means 24 B, less than any GPU has; write a size with"),
         (("--plan", "--plan-gpu", "H200", "--device", "cpu"), 2, "--plan-gpu: not with --device cpu"),
+        (("--plan", "--plan-gpu", "H200", "--kernels", "torch"), 2, "--plan-gpu: --kernels torch is for CPUs"),
         ((), 1, f"--model {tmp_path}: this directory has no .safetensors file."),
     ):
         done = run("--model", str(tmp_path), *flags)

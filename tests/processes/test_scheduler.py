@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -24,19 +25,21 @@ from ipc.codec import Decoder, pack_ints, unpack_int64s, unpack_ints
 from ipc.control import Drain, Fail, Order, Status, Unresponsive
 from ipc.engine_messages import (
     FromScheduler,
+    RankReport,
     SamplingSpec,
     SchedulerReady,
     StepOutputs,
     StepPlan,
     Submit,
     TokenizerHello,
+    TokenizerReport,
     ToWorker,
     WorkerReady,
 )
 from ipc.messages import Failed
 from ipc.sessions import LinkError, new_incarnation
 from ipc.stats_channel import StatsSubscriber
-from ipc.stats_messages import EngineDetails, Stats
+from ipc.stats_messages import LAG_BOUNDS, Diagnosis, EngineDetails, ProcessUsage, Stats, TokenizerWork
 from scheduler_proc.main import Scheduler
 from tests.unit.ipc.test_channels import until
 from tests.unit.scheduler_proc.fake_worker import VOCABULARY, FakeWorker, continuation
@@ -161,7 +164,7 @@ class Tokenizer:
 
 
 class Setting:
-    def __init__(self, directory: Path, tp: int, hang_timeout: float = 60.0) -> None:
+    def __init__(self, directory: Path, tp: int, hang_timeout: float = 60.0, *, measure: bool = True) -> None:
         self.spec = ChildSpec(
             role="scheduler",
             index=0,
@@ -171,7 +174,7 @@ class Setting:
                     max_seqs=MAX_SEQS, block_size=BLOCK_SIZE, max_step_tokens=32, prefill_chunk=32
                 ),
                 worker=WorkerConfig(tp=tp),
-                supervisor=SupervisorConfig(hang_timeout=hang_timeout),
+                supervisor=SupervisorConfig(hang_timeout=hang_timeout, measure=measure),
             ),
             arch=ARCH,
             model_path="",
@@ -190,7 +193,9 @@ class Setting:
         self.launcher = Launcher()
         self.errors: list[BaseException | None] = []
         self.stats: list[Stats] = []
+        self.diagnoses: list[Diagnosis] = []
         self.ranks: list[Rank] = []
+        self.ask_for_diagnosis: Callable[[bool], None] = lambda wanted: None
 
     def start_ranks(self, *, quick: bool = True, after_crash: bool = False) -> list[Rank]:
         """A new generation."""
@@ -204,15 +209,21 @@ class Setting:
 
 @asynccontextmanager
 async def running(
-    directory: Path, *, tp: int = 1, hang_timeout: float = 60.0
+    directory: Path, *, tp: int = 1, hang_timeout: float = 60.0, measure: bool = True
 ) -> AsyncIterator[tuple[Setting, Tokenizer]]:
     """A scheduler whose ranks have not come yet. It must end by the drain order, unless it has failed before."""
-    setting = Setting(directory, tp, hang_timeout)
+    setting = Setting(directory, tp, hang_timeout, measure=measure)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: setting.errors.append(context.get("exception")))
     scheduler = Scheduler(setting.spec, setting.launcher)  # type: ignore[arg-type]
     served = asyncio.create_task(scheduler.run())
-    subscriber = StatsSubscriber(setting.spec.endpoints.stats, setting.stats.append, lambda: None)
+    subscriber = StatsSubscriber(
+        setting.spec.endpoints.stats,
+        setting.stats.append,
+        lambda: None,
+        on_diagnosis=setting.diagnoses.append,
+    )
+    setting.ask_for_diagnosis = subscriber.ask_for_diagnosis
     subscriber.start()
     await until(lambda: bool(setting.stats))
     tokenizer = Tokenizer(setting.spec.endpoints.scheduler)
@@ -259,6 +270,32 @@ def test_requests_go_on_in_the_next_generation_of_ranks(tmp_path: Path) -> None:
                 assert tokenizer.tokens[request_id] == continuation(prompt, 20, frozenset())
             await until(lambda: setting.stats[-1].engine_ready and setting.stats[-1].recoveries == 1)
             assert tokenizer.welcomes == 1, "the tokenizers notice nothing"
+        assert setting.errors == []
+
+    run(body)
+
+
+def test_it_diagnoses_while_somebody_asks(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with running(tmp_path) as (setting, tokenizer):
+            setting.start_ranks()
+            await until(lambda: setting.launcher.is_ready and tokenizer.welcomes == 1)
+            for request_id in range(12):
+                tokenizer.submit(request_id, [request_id + 1, 2, 3], 10)
+            await until(lambda: len(tokenizer.ended) == 12)
+            assert setting.diagnoses == []
+            setting.ask_for_diagnosis(True)
+            await until(lambda: len(setting.diagnoses) >= 2)
+            told = setting.diagnoses[-1]
+            assert (told.arrived, told.finished) == (12, 12)
+            assert dict(told.measures)["output_tokens_p50"] == 10
+            assert {"ttft", "itl", "throughput"} <= {metric.name for metric in told.metrics}
+            assert all(metric.causes for metric in told.metrics)
+            setting.ask_for_diagnosis(False)
+            await asyncio.sleep(0.5)
+            count = len(setting.diagnoses)
+            await asyncio.sleep(1.5)
+            assert len(setting.diagnoses) == count, "nobody asks any more"
         assert setting.errors == []
 
     run(body)
@@ -424,6 +461,34 @@ def test_a_rank_that_cannot_be_trusted_is_an_error_of_the_process(tmp_path: Path
             await until(lambda: bool(setting.errors))
             assert isinstance(setting.errors[0], LinkError)
             socket.close(0)
+
+    run(body)
+
+
+def test_what_other_processes_report_is_published_with_its_own_usage(tmp_path: Path) -> None:
+    tokenizer_usage = ProcessUsage("tokenizer-0", 1.5, (1, *[0] * len(LAG_BOUNDS)), 0.0001)
+    work = TokenizerWork(3, 10, 0.5, 0.25, 6, 0.75, 2, 1.5, 2.5)
+
+    async def body() -> None:
+        async with running(tmp_path, tp=2) as (setting, tokenizer):
+            ranks = setting.start_ranks()
+            await until(lambda: setting.launcher.is_ready and tokenizer.welcomes == 1)
+            tokenizer.dealer.send(TokenizerReport(tokenizer_usage, work))
+            for index, rank in enumerate(ranks):
+                rank.dealer.send(RankReport(ProcessUsage(f"worker-{index}", 10.0 + index)))
+            await until(lambda: len(setting.stats[-1].processes) == 4)
+            stats = setting.stats[-1]
+            own, *others = stats.processes
+            assert own.name == "scheduler"
+            assert own.cpu_seconds > 0
+            assert sorted(others, key=lambda usage: usage.name) == [
+                tokenizer_usage,
+                ProcessUsage("worker-0", 10.0),
+                ProcessUsage("worker-1", 11.0),
+            ]
+            assert stats.tokenizers == (work,)
+            tokenizer.dealer.send(TokenizerReport(tokenizer_usage, msgspec.structs.replace(work, prompts=11)))
+            await until(lambda: setting.stats[-1].tokenizers[0].prompts == 11)
 
     run(body)
 

@@ -15,11 +15,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from config.schema import ChildSpec, Config, Endpoints, ModelArch, ModelConfig, TokenizerConfig
+from config.schema import (
+    ChildSpec,
+    Config,
+    Endpoints,
+    ModelArch,
+    ModelConfig,
+    SdkConfig,
+    SupervisorConfig,
+    TokenizerConfig,
+)
 from ipc.channels import AsyncRouter
-from ipc.client import AsyncClient, RequestFailed, Stream
 from ipc.codec import Decoder, pack_int64s, pack_ints, unpack_ints
 from ipc.control import Drain, Fail, Idle, Order, Ready, Status
+from ipc.engine_client import EngineClient, Stream
 from ipc.engine_messages import (
     AbortRequests,
     RowOutput,
@@ -28,8 +37,10 @@ from ipc.engine_messages import (
     StopRequest,
     Submit,
     TokenizerHello,
+    TokenizerReport,
     ToScheduler,
 )
+from ipc.errors import RequestFailed
 from ipc.messages import (
     ChatMessage,
     ChatPrompt,
@@ -42,11 +53,13 @@ from ipc.messages import (
     TokenPrompt,
 )
 from ipc.sessions import new_incarnation
+from ipc.stats_messages import TokenizerWork
 from tests.unit.tokenizer_proc.vocabularies import CHATML, byte_level_vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = byte_level_vocabulary()
 EOS = VOCABULARY.tokenizer.token_to_id("<|end|>")
+NO_SDK = SdkConfig()
 PATIENCE = 20.0  # seconds; only reached when something is broken
 HANGING = (
     "{% if messages[0].content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
@@ -100,6 +113,15 @@ class Scheduler:
         """One token with nothing else to say."""
         self.router.send(b"tok0", StepOutputs((), pack_int64s([request_id]), pack_ints([token])))
 
+    async def work_after(self, prompts: int) -> TokenizerWork:
+        """What the process reports once it has encoded so many."""
+        while True:
+            for message in self.of(TokenizerReport):
+                assert isinstance(message, TokenizerReport)
+                if message.work.prompts >= prompts:
+                    return message.work
+            await asyncio.sleep(0.02)
+
     def of(self, kind: type) -> list[ToScheduler]:
         return [message for message in self.heard if isinstance(message, kind)]
 
@@ -107,7 +129,9 @@ class Scheduler:
 class Process:
     """A running tokenizer process and everything around it."""
 
-    def __init__(self, directory: Path, template: str = CHATML) -> None:
+    def __init__(
+        self, directory: Path, template: str = CHATML, sdk: SdkConfig = NO_SDK, *, measure: bool = True
+    ) -> None:
         model = directory / "model"
         model.mkdir()
         VOCABULARY.tokenizer.save(str(model / "tokenizer.json"))
@@ -122,7 +146,10 @@ class Process:
             role="tokenizer",
             index=0,
             config=Config(
-                model=ModelConfig(max_model_len=4096, pooling="last"), tokenizer=TokenizerConfig(template_timeout=1.0)
+                model=ModelConfig(max_model_len=4096, pooling="last"),
+                tokenizer=TokenizerConfig(template_timeout=1.0),
+                sdk=sdk,
+                supervisor=SupervisorConfig(measure=measure),
             ),
             arch=ModelArch(
                 family="llama",
@@ -192,11 +219,11 @@ class Process:
 class Setting:
     """Scheduler, tokenizer process and one client, connected."""
 
-    def __init__(self, process: Process, scheduler: Scheduler, client: AsyncClient) -> None:
+    def __init__(self, process: Process, scheduler: Scheduler, client: EngineClient) -> None:
         self.process, self.scheduler, self.client = process, scheduler, client
 
     async def complete(
-        self, prompt: TextPrompt | TokenPrompt | ChatPrompt, client: AsyncClient | None = None, **params: Any
+        self, prompt: TextPrompt | TokenPrompt | ChatPrompt, client: EngineClient | None = None, **params: Any
     ) -> tuple[str, list[Finished]]:
         text, ends = "", []
         async for items in (client or self.client).generate(prompt, SamplingParams(**params)):
@@ -216,9 +243,11 @@ async def eventually(condition: Callable[[], object], what: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(directory: Path, template: str = CHATML) -> AsyncIterator[Setting]:
-    process = Process(directory, template)
-    client = AsyncClient(process.endpoints.clients)
+async def running(
+    directory: Path, template: str = CHATML, sdk: SdkConfig = NO_SDK, *, measure: bool = True
+) -> AsyncIterator[Setting]:
+    process = Process(directory, template, sdk, measure=measure)
+    client = EngineClient(process.endpoints.clients)
     setting = Setting(process, Scheduler(process.endpoints.scheduler), client)
     try:
         model = await client.connect(PATIENCE)
@@ -256,6 +285,11 @@ def test_text_tokens_and_chat_in_and_text_out(directory: Path) -> None:
 
             long = "hello, " * 500
             text, (end,) = await setting.complete(TextPrompt(long))
+            # Of token ids nothing is encoded; the template's text is.
+            work = await setting.scheduler.work_after(3)
+            assert (work.prompts, work.renders, work.grammars, work.encoding) == (3, 1, 0, 0)
+            assert min(work.encode_seconds, work.encode_wait_seconds, work.render_seconds) > 0
+            assert work.detokenize_seconds > 0
             assert text == long
 
     asyncio.run(run())
@@ -264,7 +298,7 @@ def test_text_tokens_and_chat_in_and_text_out(directory: Path) -> None:
 def test_many_requests_at_once_stay_apart(directory: Path) -> None:
     async def run() -> None:
         async with running(directory) as setting:
-            other = AsyncClient(setting.process.endpoints.clients)
+            other = EngineClient(setting.process.endpoints.clients)
             await other.connect(PATIENCE)
             prompts = [f"{i} " + "🌶漢é hello" * (i % 7) for i in range(100)]
             answers = await asyncio.gather(
@@ -333,7 +367,7 @@ OUT_OF_BOUNDS: list[tuple[dict[str, Any], str]] = [
 
 
 def test_a_client_that_does_not_check_is_refused_by_name_and_limit(directory: Path) -> None:
-    # `AsyncClient` would refuse these itself, so the messages are put on its link directly.
+    # `EngineClient` would refuse these itself, so the messages are put on its link directly.
     async def run() -> None:
         async with running(directory) as setting:
             for at, (options, limit) in enumerate(OUT_OF_BOUNDS):
@@ -347,7 +381,7 @@ def test_a_client_that_does_not_check_is_refused_by_name_and_limit(directory: Pa
     asyncio.run(run())
 
 
-async def answer_to(client: AsyncClient, *messages: Generate) -> Failed:
+async def answer_to(client: EngineClient, *messages: Generate) -> Failed:
     """The first failure among the answers to messages that bypass the client's own checks and numbers."""
     (link,) = client._links
     stream = Stream(messages[0].request_id, 1, lambda stream: None)
@@ -445,7 +479,7 @@ def test_a_lost_client_is_aborted(directory: Path) -> None:
     async def run() -> None:
         async with running(directory) as setting:
             setting.scheduler.holding = True
-            other = AsyncClient(setting.process.endpoints.clients)
+            other = EngineClient(setting.process.endpoints.clients)
             await other.connect(PATIENCE)
             other.generate(TextPrompt("hello"), SamplingParams(n=2))
             await eventually(lambda: len(setting.scheduler.of(Submit)) == 2, "both choices arriving")

@@ -48,7 +48,7 @@ ALLOWED = {
     "launch": {"config", "ipc", "msgspec", "psutil"},
 }
 # Imports that stay inside a function, because most runs do without them.
-LAZILY_ALLOWED = {"launch": {"huggingface_hub"}}
+LAZILY_ALLOWED = {"launch": {"huggingface_hub"}, "frontend": {"opentelemetry"}}
 
 # Names that run or unpickle what comes from elsewhere.
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
@@ -180,7 +180,7 @@ TORCH_FREE = (
     "tokenizer_proc.template_child",
     "tokenizer_proc.grammar_child",
     "scheduler_proc.main",
-    "ipc.client",
+    "ipc.sdk",
 )
 
 

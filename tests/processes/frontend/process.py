@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from config.schema import ServerConfig
+from config.schema import ServerConfig, SupervisorConfig
 from ipc.control import Order, Ready, Status
 from tools.bench_frontend.specification import frontend_spec
 
@@ -28,8 +28,16 @@ class Frontend:
     """A frontend in a process of its own, with the launcher's ends of its pipes."""
 
     def __init__(
-        self, run_dir: Path, engine: FakeEngine, *, listener: socket.socket | None = None, **server: Any
+        self,
+        run_dir: Path,
+        engine: FakeEngine,
+        *,
+        listener: socket.socket | None = None,
+        traces: dict[str, str] | None = None,
+        measure: bool = True,
+        **server: Any,
     ) -> None:
+        """`traces`: endpoints of traces, by process. `measure`: the setting of that name."""
         self.listener = listener or socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
         order_read, self._order_write = os.pipe()
@@ -42,6 +50,9 @@ class Frontend:
             self.listener.fileno(),
             ServerConfig(**server),
         )
+        endpoints = msgspec.structs.replace(spec.endpoints, traces=traces or {})
+        config = msgspec.structs.replace(spec.config, supervisor=SupervisorConfig(measure=measure))
+        spec = msgspec.structs.replace(spec, endpoints=endpoints, config=config)
         spec_file = run_dir / f"frontend-{self.port}-{order_read}.json"
         spec_file.write_bytes(msgspec.json.encode(spec))
         arguments = ["-m", "launch.child", str(spec_file), str(order_read), str(status_write), "frontend.main"]

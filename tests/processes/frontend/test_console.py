@@ -16,6 +16,7 @@ import pytest
 from frontend.console.sampling import MAX_WATCHERS
 from ipc.control import Drain, Idle
 from ipc.stats_messages import CachedPrefix, EngineDetails, LiveRequest
+from tests.exposition import value
 
 from ..fake_engine import FakeEngine
 from .process import Frontend, wait_until
@@ -73,9 +74,7 @@ def watching(frontend: Frontend) -> Iterator[Events]:
 
 
 def metric(text: str, name: str) -> float:
-    found = re.search(rf"^tokenmill:{re.escape(name)} (\S+)$", text, re.MULTILINE)
-    assert found, name
-    return float(found[1])
+    return value(text, f"tokenmill:{name}")
 
 
 # --- files ---

@@ -80,7 +80,7 @@ class Server(Frontend):
     def left(self) -> int:
         """Requests counted as left by their client."""
         data = self.request("GET", "/metrics").body.decode()
-        found = re.search(rf'^tokenmill:http_requests_total{{route="{CHAT}",status="499"}} (\d+)', data, re.MULTILINE)
+        found = re.search(rf'^tokenmill:http_requests_total{{.*route="{CHAT}",status="499"}} (\d+)', data, re.MULTILINE)
         return int(found[1]) if found else 0
 
     def connections(self) -> int:
