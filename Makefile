@@ -6,6 +6,7 @@ PYTHON ?= python3
 MODEL ?= models/SmolLM2-135M-Instruct.Q4_1.gguf
 ARGS ?=
 BIN := .venv/bin
+WHEEL := ipc/*.py ipc/py.typed ipc/README.md ipc/pyproject.toml LICENSE
 
 .PHONY: setup serve test test-all lint types wheel
 
@@ -33,6 +34,6 @@ types: setup
 
 # Built from a copy, so that the build leaves nothing inside ipc/.
 wheel: setup
-	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && cp ipc/*.py ipc/pyproject.toml LICENSE "$$folder" && \
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && cp $(WHEEL) "$$folder" && \
 	mkdir -p dist && $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 	  --no-index --wheel-dir dist "$$folder" && ls dist/tokenmill_client-*.whl
