@@ -199,10 +199,15 @@ class Proposals:
                 )
 
     def _preference(self) -> Iterator[Change]:
-        if self._setup.prefer != "mixed" and self._limited_by("prefer"):
-            yield self._change("queue", "--prefer", self._setup.prefer, "mixed", prefer="mixed")
-        if self._setup.prefer != "decode" and self._interferes:
-            yield self._change("prefill", "--prefer", self._setup.prefer, "decode", prefer="decode")
+        prefer = self._setup.prefer
+        if prefer != "mixed" and self._limited_by("prefer"):
+            yield self._change("queue", "--prefer", prefer, "mixed", prefer="mixed")
+        if prefer != "decode" and self._interferes:
+            yield self._change("prefill", "--prefer", prefer, "decode", prefer="decode")
+        if prefer != "prefill" and self._interferes:
+            # After "mixed", where that was an answer too: the smaller change is taken of two that do as much.
+            cause: CauseName = "queue" if prefer == "decode" else "prefill"
+            yield self._change(cause, "--prefer", prefer, "prefill", prefer="prefill")
         wait = self._engine.config.scheduler.batch_wait_ms
         if wait and self._facts.starved > _NOTICEABLE:  # no step says so: there is none while a batch fills
             yield self._change("queue", "--batch-wait-ms", f"{wait:g}", "0", batch_wait=0.0)

@@ -96,6 +96,7 @@ def candidates(config: SchedulerConfig, blocks: int) -> list[tuple[str, str]]:
         ("--batch-wait-ms", "0"),
         ("--prefer", "mixed"),
         ("--prefer", "decode"),
+        ("--prefer", "prefill"),
         ("--kv-shortage", "recompute"),
         ("--long-prompt-tokens", "512"),
         ("--long-step-share", "0.1"),

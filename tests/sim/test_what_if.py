@@ -19,6 +19,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"max_step_tokens": 64},
     {"max_itl_ms": 60},
     {"prefer": "decode"},
+    {"prefer": "prefill"},
     {"kv_shortage": "wait"},
     {"max_long_prefills": 1, "long_step_share": 0.2},
     {"batch_wait_ms": 400},

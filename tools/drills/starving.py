@@ -1,11 +1,10 @@
-"""Processes that are stopped most of the time, as by a container's CPU limit, or by others that take the machine."""
+"""Processes that are stopped most of the time, all at once, as by the CPU limit of a container that they share."""
 
 import asyncio
 import contextlib
 import os
-import random
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import psutil
@@ -15,29 +14,35 @@ _PERIOD = 0.1  # seconds: the usual one of a limit
 
 @asynccontextmanager
 async def starved(launcher: int, package: str, share: float) -> AsyncIterator[None]:
-    """In the block, each process of a server that runs `package` may run for `share` of every tenth of a second."""
+    """In the block, the processes of a server that run `package` may run for `share` of every tenth of a second.
+
+    They are stopped at the same moments: were each at its own, a second one would often run while the first cannot.
+    """
     pids = _processes(launcher, package)
     assert pids, f"no process of {package}"
-    tasks = [asyncio.create_task(_enforce(pid, share)) for pid in pids]
+    task = asyncio.create_task(_enforce(pids, share))
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
-async def _enforce(pid: int, share: float) -> None:
-    await asyncio.sleep(random.uniform(0, _PERIOD))  # not all at the same moments
+async def _enforce(pids: Sequence[int], share: float) -> None:
     try:
         while True:
-            os.kill(pid, signal.SIGSTOP)
+            _send(pids, signal.SIGSTOP)
             await asyncio.sleep((1 - share) * _PERIOD)
-            os.kill(pid, signal.SIGCONT)
+            _send(pids, signal.SIGCONT)
             await asyncio.sleep(share * _PERIOD)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+        _send(pids, signal.SIGCONT)
+
+
+def _send(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and is told of elsewhere
+            os.kill(pid, number)
 
 
 def _processes(launcher: int, package: str) -> list[int]:

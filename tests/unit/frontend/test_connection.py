@@ -120,7 +120,9 @@ def test_a_connection_that_ends_can_be_looked_at_in_each_turn_of_the_loop(end: s
             made.append(Connection(manager, loop=loop, access_log=None))
             return made[-1]
 
-        server = await loop.create_server(connect, "127.0.0.1", 0, ssl=served, ssl_shutdown_timeout=1 if served else None)
+        server = await loop.create_server(
+            connect, "127.0.0.1", 0, ssl=served, ssl_shutdown_timeout=1 if served else None
+        )
         trusted = ssl.create_default_context(cafile=files / "cert.pem") if encrypted else None
         host, port = server.sockets[0].getsockname()
         name = "localhost" if encrypted else None
