@@ -153,6 +153,7 @@ class Replay:
         self._ended: list[_Row] = []  # they hold their row and blocks until the next step is planned
         self._pool = setup.num_blocks - max((job.shared for job in load.jobs), default=0) // setup.block_size
         self._since_decode = 0.0
+        self._later: list[float] = []  # of that when rows joined which have not decoded since
         self._ttfts: list[tuple[float, float]] = []
         self._gaps: list[tuple[float, float]] = []
         self._outputs = 0
@@ -363,8 +364,11 @@ class Replay:
 
     def _take_tokens(self, steps: int, seconds: float) -> None:
         rows = self._rows
-        waited = self._since_decode - seconds  # in steps of prompts alone
-        self._gaps.append(((seconds + waited) / steps, rows * steps))
+        waited, each = self._since_decode - seconds, seconds / steps  # first, in steps of prompts alone
+        later = self._later[:rows]  # some may have lost their blocks
+        self._gaps += [(waited - joined + each, 1) for joined in later]
+        self._gaps += [(waited + each, rows - len(later)), (each, rows * (steps - 1))]
+        self._later.clear()
         self._since_decode = 0.0
         self._outputs += rows * steps
         self._steps += steps
@@ -385,6 +389,8 @@ class Replay:
             return
         if not self._rows:
             self._since_decode = 0.0
+            self._later.clear()
+        self._later.append(self._since_decode)
         self._rows += 1
         self._context += row.position
         row.joined, row.ends = self._steps, self._steps + row.job.outputs - row.done

@@ -115,6 +115,12 @@ class Slice:
         for bucket, count in other.gaps.items():
             self.gaps[bucket] = self.gaps.get(bucket, 0) + count
 
+    def count_gaps(self, seconds: float, count: int) -> None:
+        """So many requests have waited for so long for a token after the one before."""
+        if count:
+            bucket = round(math.log(max(1e-6, seconds)) / _GAP_RATIO)
+            self.gaps[bucket] = self.gaps.get(bucket, 0) + count
+
     @property
     def shape(self) -> StepShape:
         """All steps' shapes, added up."""
@@ -136,7 +142,8 @@ class Window:
         self._repeats = Repeats(block_size)
         self._slices: deque[Slice] = deque()
         self._step_ended = -math.inf
-        self._token_at = 0.0  # when the decoding requests got their last token
+        self._token_at = 0.0  # when the decoding requests got their last token,
+        self._later: list[float] = []  # but for those that got their first one since, with --prefer prefill: then
         self._totals = Totals()
 
     @property
@@ -174,10 +181,15 @@ class Window:
         part.context_tokens += step.decode_context + step.chunk_context
         if rows := len(step.decodes):
             part.decode_rows += rows
-            bucket = round(math.log(max(1e-6, now - self._token_at)) / _GAP_RATIO)
-            part.gaps[bucket] = part.gaps.get(bucket, 0) + rows
+            later = self._later[:rows]  # some may have ended at once
+            part.count_gaps(now - self._token_at, rows - len(later))
+            for token_at in later:
+                part.count_gaps(now - token_at, 1)
         if rows or limit != "prefer":  # else decoding requests have been left out, and still wait for theirs
             self._token_at = now
+            self._later.clear()
+        else:
+            self._later += [now] * sum(sample for _, sample in step.prefills)
         self._totals = state.totals
 
     def _slice(self, now: float, planned: float) -> Slice:

@@ -66,6 +66,15 @@ def test_a_replay_comes_to_what_the_core_comes_to(
         assert outcome.itl.most == pytest.approx(observed.longest_gap, rel=0.5)
 
 
+@pytest.mark.parametrize("prefer", ["mixed", "decode", "prefill"])
+def test_the_window_sees_the_gaps_that_there_were(prefer: str) -> None:
+    observed = Observed(load(7, 80, 4, 300, 40), SchedulerConfig(prefer=prefer), POOL)  # type: ignore[arg-type]
+    seen = observed.facts().itl
+    assert seen.mean == pytest.approx(observed.metrics["itl"], rel=0.02)
+    assert seen.p99 == pytest.approx(observed.metrics["itl_p99"], rel=0.02)
+    assert seen.most == pytest.approx(observed.longest_gap, rel=0.02)
+
+
 def test_a_closed_loop_too() -> None:
     trace = load(5, 100, 1, 100, 60)
     observed = Observed(trace, SchedulerConfig(max_seqs=4), POOL, clients=10)
