@@ -38,14 +38,17 @@ The truth is the change that, applied alone, improves the metric most as clients
 not at the cost of another one. The advice is right when it gains as much, to a tenth (of the logarithm). Which changes
 are tried does not depend on what is advised. Each is measured for half of --seconds; then the two that looked best, and
 the one that is advised, are measured again, and the server as it is after them. Only that counts, in every scenario:
-the best of many has been lucky.
+the best of many has been lucky. Where the best of these gains so little that chance may decide whether it is a gain at
+all, all of them are measured once or twice more, and means count.
 
 Beside settings, "client" (it reads at once) and "load" (twice as many clients) are changes too.
 
-All scenarios take about 40 minutes on two cores with --seconds 10.
+All scenarios take 40 minutes to an hour on two cores with --seconds 10.
 """
 
 _FINALISTS = 2  # changes that are measured again, beside the advised one
+_MOST_ROUNDS = 3  # of measuring those
+_UNCLEAR = (1.05, 1.25)  # gains by which it is not decided whether any change is one
 _SCREENED = 0.5  # of the seconds, for the measurement that says which these are
 _MOST_SPANS = 5  # times as long is measured, where nothing has come in the time
 _WARM_UP = 3.0  # seconds of load that are not measured
@@ -125,6 +128,11 @@ class Trial:
         return found if found is not None and self.gain(found) >= LEAST else None
 
     @property
+    def is_unclear(self) -> bool:
+        """Whether chance may decide if any change helps. What is advised has no part in this either."""
+        return bool(self.after) and _UNCLEAR[0] < max(map(self.gain, self.after)) < _UNCLEAR[1]
+
+    @property
     def is_right(self) -> bool:
         best, advised = self.best, self.advised
         if advised is None and self.cause is not None and self.cause.cause == "client":
@@ -166,11 +174,15 @@ async def _try(name: str, options: Namespace) -> Trial:
     _, settings = resolved(options.model, *given.flags)
     for change in changes(given, settings, first):
         trial.screened[change], _ = await _measure(change.scenario, _SCREENED * options.seconds, options)
-    for change in trial.finalists():
-        run, _ = await _measure(change.scenario, options.seconds, options)
-        trial.after[change] = [run]
-    run, _ = await _measure(given, options.seconds, options)
-    trial.before.append(run)
+    finalists = trial.finalists()
+    for _ in range(_MOST_ROUNDS):
+        for change in finalists:
+            run, _ = await _measure(change.scenario, options.seconds, options)
+            trial.after.setdefault(change, []).append(run)
+        run, _ = await _measure(given, options.seconds, options)
+        trial.before.append(run)
+        if not trial.is_unclear:
+            break
     return trial
 
 
