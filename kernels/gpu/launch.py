@@ -22,10 +22,11 @@ from triton.runtime.driver import driver
 
 INTERPRETED = bool(knobs.runtime.interpret)
 if INTERPRETED:
-    from kernels.gpu.interpreter import convert_as_devices, divide_as_devices
+    from kernels.gpu.interpreter import convert_as_devices, divide_as_devices, multiply_as_devices
 
     convert_as_devices()
     divide_as_devices()
+    multiply_as_devices()
 
 # Architecture (the name of a table of settings) -> what Triton compiles for. sm_86 stands for all consumer cards, whose
 # blocks have 99 KiB of shared memory; threads in a warp is the last number.

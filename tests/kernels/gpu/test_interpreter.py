@@ -2,6 +2,7 @@
 
 import warnings
 
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -33,6 +34,29 @@ def test_bfloat16_is_rounded_to_the_nearest() -> None:
     for found in (stored.float(), converted):
         assert torch.equal(found.isnan(), expected.isnan())
         assert torch.equal(found.nan_to_num(0), expected.nan_to_num(0))
+
+
+@triton.jit
+def _multiply(left, right, products, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    rows, columns, inner = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    a = tl.load(left + rows[:, None] * K + inner[None, :])
+    b = tl.load(right + inner[:, None] * N + columns[None, :])
+    product = tl.dot(a, b, out_dtype=tl.float32, input_precision="ieee")
+    tl.store(products + rows[:, None] * N + columns[None, :], product)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("height", [16, 64])
+def test_a_row_of_a_product_has_the_same_bits_wherever_it_is(dtype: torch.dtype, height: int) -> None:
+    generator = torch.Generator().manual_seed(height)
+    row = torch.randn(64, generator=generator)
+    left = row.expand(height, 64).to(dtype).contiguous().to(DEVICE)
+    right = torch.randn(64, 32, generator=generator).to(dtype).to(DEVICE)
+    products = poisoned(height, 32, dtype=torch.float32)
+    launch(_multiply, (1,), left, right, products, M=height, N=32, K=64)
+    expected = left.double() @ right.double()
+    torch.testing.assert_close(products.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(products, products[:1].expand(height, 32))
 
 
 @triton.jit
