@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from config.schema import ChildSpec
+from launch import time_slice
 from launch.rank_environment import rank_environment
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -74,6 +75,8 @@ def _main(control: Control) -> int:
     spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ChildSpec)
     _set_environment(spec)
     _start_logging(spec)
+    if spec.role != "worker":  # a rank computes on a CPU, and the others are to go before it when something has come
+        time_slice.ask_for(time_slice.SECONDS)
     return run(spec, control, sys.argv[4])
 
 

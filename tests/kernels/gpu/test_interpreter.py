@@ -45,7 +45,7 @@ def _multiply(left, right, products, M: tl.constexpr, N: tl.constexpr, K: tl.con
     tl.store(products + rows[:, None] * N + columns[None, :], product)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("height", [16, 64])
 def test_a_row_of_a_product_has_the_same_bits_wherever_it_is(dtype: torch.dtype, height: int) -> None:
     generator = torch.Generator().manual_seed(height)
