@@ -73,7 +73,7 @@ def gpu_weight_bytes(arch: ModelArch, model: ModelConfig, tp: int = 1) -> tuple[
     """
     parts = parameters(arch, tp)
     matrices = list(_layer_matrices(arch, tp))
-    formats = as_loaded(arch.formats, model.quantization)
+    formats = as_loaded(arch, model.quantization, tp)
     counts = formats.layers or {"bfloat16": 1}
     held: set[str] = {model.dtype}
     total = float(DTYPE_BYTES[model.dtype] * (parts.embedding + parts.column_biases + parts.row_biases + parts.norms))

@@ -166,9 +166,10 @@ def _native_weight_bytes(arch: ModelArch, model: ModelConfig, tp: int) -> tuple[
     """
     parts = parameters(arch, tp)
     matrices = parts.column_parallel + parts.row_parallel
-    formats = as_loaded(arch.formats, model.quantization)
+    formats = as_loaded(arch, model.quantization, tp)
     counts = formats.layers or {"bfloat16": matrices}
-    # All ranks have the same share of each matrix, so of each format.
+    # Of the rank that has most. Formats are taken to be spread over all matrices evenly: in a mixed file, of which some
+    # matrices are divided less evenly than others, ranks' shares of a format differ from that.
     held: dict[WeightFormat, float] = {}
     for weight_format, elements in (
         *((name, count / sum(counts.values()) * matrices) for name, count in counts.items()),
@@ -249,16 +250,21 @@ def activation_bytes(arch: ModelArch, dtype: str, max_step_tokens: int, max_seqs
 
 
 def smallest_tp(config: Config, arch: ModelArch, device_bytes: int) -> int | None:
-    """Fewest ranks, of `device_bytes` each, that hold the model in its dtype and the KV of one longest sequence.
+    """Fewest ranks, of `device_bytes` each, that hold the model and the KV of one longest sequence.
 
-    Both dtypes of `config.model` are settled.
+    Both dtypes of `config.model` are settled. Weights are as compiled kernels hold them, or all in the dtype of the
+    model with plain torch operations.
     """
     dtype, kv_dtype = config.model.dtype, config.model.kv_dtype
     length = config.model.max_model_len or arch.max_position
     step = config.scheduler.max_step_tokens or 512
     for tp in range(1, 65):
         if can_split(arch, tp):
-            need = parameter_count(arch, tp) * DTYPE_BYTES[dtype] + length * kv_bytes_per_token(arch, kv_dtype, tp)
+            if config.worker.kernels == "torch":
+                weights = parameter_count(arch, tp) * DTYPE_BYTES[dtype]
+            else:
+                weights, _ = _native_weight_bytes(arch, config.model, tp)
+            need = weights + length * kv_bytes_per_token(arch, kv_dtype, tp)
             need += activation_bytes(arch, dtype, step, config.scheduler.max_seqs or 1, tp)
             if need + RANK_RUNTIME <= device_bytes * _DEVICE_SHARE:
                 return tp

@@ -60,7 +60,7 @@ class Way(Struct, frozen=True, kw_only=True):
 def shortage(config: Config, arch: ModelArch, machine: Machine, resolved: Resolved) -> str:
     """Why `resolved`, made of the others by `resolve`, does not fit, and what helps."""
     if resolved.plan.gpu is None:
-        return _cpu_shortage(resolved.plan, resolved.config)
+        return _cpu_shortage(Way(text="", config=config, arch=arch, machine=machine), resolved)
     helps = "; ".join(way.text for way in ways_out(config, arch, machine))
     if not helps:
         return f"{_gpu_shortage(resolved, arch)} No setting helps, nor any GPU: use a smaller model."
@@ -229,6 +229,27 @@ def _largest(make: Callable[[int], Way], least: int, most: int) -> int | None:
 
 def _lighter_weights(start: Way, resolved: Resolved) -> list[Way]:
     """The same model in fewer bits, whether that is enough or not."""
+    return [*_rounded_weights(start, resolved.plan), *_other_weights(start, resolved)]
+
+
+def _rounded_weights(start: Way, plan: MemoryPlan) -> list[Way]:
+    """With floats rounded to integers as they are loaded, where that saves something."""
+    if start.config.model.quantization not in ("auto", "none"):
+        return []  # what was asked for is not undone, nor made coarser
+    if set(start.arch.formats.layers).issubset({"int8", "int4"}) and start.arch.formats.layers:
+        return []
+    ways = []
+    for bits in ("int8", "int4"):
+        way = start.setting(f"--quantization {bits}", "model", quantization=bits)
+        then = way.resolved()
+        if then is not None and then.plan.weights < plan.weights:
+            saved = format_size(plan.weights - then.plan.weights)
+            ways.append(msgspec.structs.replace(way, text=f"{way.text}, which saves {saved} of weights"))
+    return ways
+
+
+def _other_weights(start: Way, resolved: Resolved) -> list[Way]:
+    """With the weights' integers kept, or with another checkpoint."""
     formats = start.arch.formats
     integers = {"int4", "int8"}.intersection(formats.layers)
     as_they_are = start
@@ -292,7 +313,8 @@ def _mebibytes(size: int) -> int:
 # --- CPUs ------------------------------------------------------------------------------------------------------------
 
 
-def _cpu_shortage(plan: MemoryPlan, config: Config) -> str:
+def _cpu_shortage(start: Way, resolved: Resolved) -> str:
+    plan, config = resolved.plan, resolved.config
     without_tiers = plan.total - plan.tp * (plan.kv + plan.host_kv)
     room = (plan.memory_available - without_tiers) // plan.tp
     advice = []
@@ -304,6 +326,7 @@ def _cpu_shortage(plan: MemoryPlan, config: Config) -> str:
         if config.model.dtype == "float32":
             advice.append("--dtype bfloat16, where the CPU has bfloat16 instructions")
         advice.append("a smaller model")
+    advice[:0] = [way.text for way in _rounded_weights(start, plan) if way.fits]
     advice.append("a machine with more free memory")
     host = f", the host tier {format_size(plan.tp * plan.host_kv)}" if plan.num_host_blocks else ""
     return (

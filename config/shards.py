@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from config.schema import ModelArch
 
-_GROUP = 32  # inputs that share a scale in quantized weights: a slice of the MLP is a whole number of them if possible
+GROUP = 32  # inputs that share a scale in quantized weights: a slice of the MLP is a whole number of them if possible
 
 
 class Span(Struct, frozen=True):
@@ -84,8 +84,8 @@ def most_ranks(arch: ModelArch) -> int:
 
 
 def _mlp_unit(arch: ModelArch, size: int) -> int:
-    groups, rest = divmod(arch.intermediate_size, _GROUP)
-    return _GROUP if rest == 0 and groups >= size else 1
+    groups, rest = divmod(arch.intermediate_size, GROUP)
+    return GROUP if rest == 0 and groups >= size else 1
 
 
 def _even(count: int, index: int, parts: int) -> Span:

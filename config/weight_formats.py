@@ -4,12 +4,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from config.gguf_file import TensorInfo
 from config.quantization import Quantization
 from config.safetensors_files import TensorHeader
-from config.schema import QuantizationName, WeightFormat, WeightFormats
+from config.schema import ModelArch, QuantizationName, WeightFormat, WeightFormats
+from config.shards import GROUP, Span, largest, shard
 
 _SAFETENSORS: dict[str, WeightFormat] = {"F32": "float32", "F64": "float32", "F16": "float16", "BF16": "bfloat16"}
 _GGUF: dict[str, WeightFormat] = {
@@ -27,6 +28,7 @@ _MERGED = {
     **dict.fromkeys(("attn_q", "attn_k", "attn_v", "q_proj", "k_proj", "v_proj"), "qkv"),
     **dict.fromkeys(("ffn_gate", "ffn_up", "gate_proj", "up_proj"), "gate_up"),
 }
+_INTEGERS = ("int8", "int4")
 _ALL_INPUTS = 1 << 30  # as the size of a group: more than any matrix has
 _PACKED_PARTS = (".qzeros", ".scales", ".g_idx")  # beside .qweight
 
@@ -43,29 +45,77 @@ def gguf_formats(tensors: Mapping[str, TensorInfo]) -> WeightFormats:
     return structs.replace(_formats(matrices, "blk.", "token_embd", "output"), has_minimums=has_minimums)
 
 
-def as_loaded(formats: WeightFormats, quantization: QuantizationName) -> WeightFormats:
-    """What `--quantization` makes of a checkpoint: with "int8" and "int4" float matrices become integers.
+def as_loaded(arch: ModelArch, quantization: QuantizationName, tp: int = 1) -> WeightFormats:
+    """What becomes of `arch.formats` when weights are loaded by backends that multiply integers.
 
-    The embedding and the head become int8 with both: their errors go straight into logits.
+    With "int8" and "int4" float matrices become integers, and so do integers that are merged with others; the embedding
+    and the head become int8 with both: their errors go straight into logits. Matrices whose inputs are not whole groups
+    stay floats, and so does what each of `tp` ranks has of a matrix whose groups it would split; of the latter, each
+    format is taken to have the same share.
     """
-    if quantization not in ("int8", "int4"):
+    formats = arch.formats
+    if quantization == "none":
         return formats
-    layers: dict[WeightFormat, int] = {}
-    for weight_format, count in (formats.layers or {"bfloat16": 1}).items():
-        kept = _rounded(weight_format, quantization)
-        layers[kept] = layers.get(kept, 0) + count
+    counts = _elements(arch, tp)
+    if quantization == "auto" and not counts.split:
+        return formats
+    declared = formats.layers or {"bfloat16": 1}
+    scale = counts.all / sum(declared.values())
+    floats = sum(count for name, count in declared.items() if name not in _INTEGERS) * scale
+    split = counts.split / counts.all
+    layers: dict[WeightFormat, float] = {}
+    for name, count in declared.items():
+        is_integer = name in _INTEGERS
+        left = split
+        if not is_integer and floats:  # integers never are of matrices with inputs beside whole groups
+            left = min(1.0, left + counts.odd / floats)
+        kept: WeightFormat = "bfloat16" if is_integer else name
+        to: WeightFormat = name if is_integer or quantization == "auto" else quantization
+        layers[kept] = layers.get(kept, 0) + count * scale * left
+        layers[to] = layers.get(to, 0) + count * scale * (1 - left)
+    formats = structs.replace(formats, layers={name: round(count) for name, count in layers.items() if round(count)})
+    if quantization == "auto":
+        return formats
+    rounds_table = arch.hidden_size % GROUP == 0
+    embedding, head = (
+        name if name in _INTEGERS or not rounds_table else "int8" for name in (formats.embedding, formats.head)
+    )
     return structs.replace(
         formats,
-        layers=layers,
-        embedding=_rounded(formats.embedding, "int8"),
-        head=_rounded(formats.head, "int8"),
-        group=32 if layers != formats.layers or formats.head not in ("int8", "int4") else formats.group,
+        embedding=embedding,
+        head=head,
+        group=GROUP if floats or head != formats.head else formats.group,
         has_minimums=formats.has_minimums or quantization == "int4",
     )
 
 
-def _rounded(weight_format: WeightFormat, to: WeightFormat) -> WeightFormat:
-    return weight_format if weight_format in ("int8", "int4") else to
+class _Elements(Struct, frozen=True, kw_only=True):
+    """Of the layers' matrices, on the rank that has most of them."""
+
+    all: int
+    odd: int  # of those whose inputs are not whole groups
+    split: int  # of the others, those of whose inputs a rank has not whole groups
+
+
+def _elements(arch: ModelArch, tp: int) -> _Elements:
+    part = largest(arch, tp)
+    shards = [shard(arch, rank, tp) for rank in range(tp)]
+    hidden, inner = arch.hidden_size, part.mlp.count
+    queries, keys = part.heads.count * arch.head_dim, part.kv_heads.count * arch.head_dim
+    # Elements, and each rank's inputs: all of them, where outputs are divided.
+    matrices = (
+        (hidden * (queries + 2 * keys + 2 * inner), [Span(0, hidden)]),
+        (hidden * queries, [part.heads.times(arch.head_dim) for part in shards]),
+        (hidden * inner, [part.mlp for part in shards]),
+    )
+    odd = split = 0
+    for size, spans in matrices:
+        if (spans[-1].start + spans[-1].count) % GROUP:
+            odd += size
+        elif any(span.start % GROUP or span.count % GROUP for span in spans):
+            split += size
+    whole = sum(size for size, _ in matrices)
+    return _Elements(all=arch.num_layers * whole, odd=arch.num_layers * odd, split=arch.num_layers * split)
 
 
 def safetensors_formats(
@@ -126,7 +176,7 @@ def _formats(
         formats_of.setdefault(_matrix_of(name), set()).add(weight_format)
     for name, (weight_format, elements) in matrices.items():
         if name.startswith(layer_prefix):
-            if weight_format in ("int8", "int4") and len(formats_of[_matrix_of(name)]) > 1:
+            if weight_format in _INTEGERS and len(formats_of[_matrix_of(name)]) > 1:
                 weight_format = "bfloat16"  # as which integers are held beside others
             layers[weight_format] = layers.get(weight_format, 0) + elements
     table = matrices[embedding][0] if embedding in matrices else "bfloat16"

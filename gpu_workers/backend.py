@@ -83,6 +83,7 @@ class Backend(ABC):
     dtype: torch.dtype
 
     takes_quantized = False  # whether the `load_` methods accept QuantizedWeight
+    keeps_quantized_table = False  # whether `load_vocabulary` keeps a table in the integers it is given
 
     # Whether forwards and draws return before they are done: then the next step can be prepared meanwhile, and the
     # tokens that one step draws reach the next one on the device.

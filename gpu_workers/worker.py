@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from config.grammar import token_table_path
 from config.graphs import graph_buckets
 from config.schema import ChildSpec
+from gpu_workers.backend import Backend
 from gpu_workers.backends import make_backend
 from gpu_workers.comm import make_comm
 from gpu_workers.gpu_memory import GpuMemory
@@ -56,6 +57,17 @@ class Worker:
             cpus=spec.cpus,
         )
         self._comm = make_comm(spec.index, settings.tp, spec.rendezvous_port)
+        try:
+            self._assemble(backend)
+        except BaseException:
+            self._comm.close()  # else its threads abort the interpreter as it ends
+            raise
+
+    def _assemble(self, backend: Backend) -> None:
+        """Load everything and run one small step."""
+        spec, control = self._spec, self._control
+        config = spec.config
+        settings = config.worker
         memory = GpuMemory(spec.gpu_bytes) if spec.gpu_bytes else None
         taking: Callable[[str], AbstractContextManager[object]] = memory.taking if memory else nullcontext
         control.stage("loading weights", 0.0)

@@ -70,7 +70,7 @@ class NativeCpuBackend(Backend):
                 raise StartError(f"--pin-threads: {error}") from error
         self.device = torch.device("cpu")
         self.dtype = dtype
-        self.takes_quantized = quantized
+        self.takes_quantized = self.keeps_quantized_table = quantized
         self.kv_dtype = kv_dtype
         self._kv_type = KvType[kv_dtype.upper()]
         self._recording: Recording | None = None

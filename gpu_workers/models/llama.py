@@ -20,7 +20,7 @@ from gpu_workers.backend import Array, Backend, LoadedWeight, Weight
 from gpu_workers.batch import ForwardBatch
 from gpu_workers.comm import Comm
 from gpu_workers.rows import Rows
-from gpu_workers.weights.quantized import GROUP, QuantizedWeight, cat
+from gpu_workers.weights.quantized import QuantizedWeight, cat
 from gpu_workers.weights.source import Weights
 from ipc.control import StartError
 from kernels.reference import rope_frequencies, rope_tables
@@ -54,8 +54,10 @@ class LlamaModel:
         weights.require(expected)
         weights.forbid_others(expected, ignored=_is_derived)
         self._load_rope(weights, max_length or arch.max_position)
-        table = self._vocabulary_rows(self._take(weights, "model.embed_tokens.weight", 8))
-        head = None if arch.tie_embeddings else self._vocabulary_rows(self._take(weights, "lm_head.weight", 8))
+        # Rounding what is going to be dequantized would cost accuracy and time for nothing.
+        table_bits = 8 if backend.keeps_quantized_table else None
+        table = self._vocabulary_rows(weights, "model.embed_tokens.weight", table_bits)
+        head = None if arch.tie_embeddings else self._vocabulary_rows(weights, "lm_head.weight", 8)
         self._embedding, self._head = backend.load_vocabulary(table, head)
         del table, head
         self._norm = backend.load_norm(weights.take("model.norm.weight"))
@@ -106,27 +108,35 @@ class LlamaModel:
         self, weights: Weights, outputs: dict[str, Span], has_bias: bool
     ) -> tuple[LoadedWeight, torch.Tensor | None]:
         """Weight and bias of several linears of the same input as one, of each the outputs that are named with it."""
-        parts = [_narrow(self._take(weights, f"{name}.weight"), 0, span) for name, span in outputs.items()]
+        weight = self._take(weights, {f"{name}.weight": span for name, span in outputs.items()}, 0)
         bias = None
         if has_bias:
             biases = {name: weights.take(f"{name}.bias") for name in outputs}
             bias = torch.cat([biases[name].narrow(0, span.start, span.count) for name, span in outputs.items()])
-        return _merge(parts), bias
+        return weight, bias
 
     def _row_parallel(self, weights: Weights, name: str, inputs: Span, has_bias: bool) -> Weight:
         """The linear's part for `inputs`: its result is a summand of the whole."""
         bias = weights.take(f"{name}.bias") if has_bias and self.comm.rank == 0 else None
-        weight = _narrow(self._take(weights, f"{name}.weight"), 1, inputs)
+        weight = self._take(weights, {f"{name}.weight": inputs}, 1)
         return self.backend.load_linear(weight, bias, partial=self.comm.size > 1)
 
-    def _take(self, weights: Weights, name: str, least_bits: int = 4) -> LoadedWeight:
-        """In integers, where the checkpoint has them, or they are asked for, and the backend multiplies them."""
-        quantized = weights.take_quantized(name, least_bits) if self.backend.takes_quantized else None
-        return weights.take(name) if quantized is None else quantized
+    def _take(self, weights: Weights, parts: dict[str, Span], axis: int, least_bits: int | None = 4) -> LoadedWeight:
+        """Of each named matrix these rows (axis 0) or inputs (axis 1), as one.
 
-    def _vocabulary_rows(self, weight: LoadedWeight) -> LoadedWeight:
+        In integers, where the checkpoint has them in all parts, or they are asked for, and the backend multiplies them
+        (`config.weight_formats` knows that). `least_bits`: see `Weights.take_quantized`.
+        """
+        if self.backend.takes_quantized:
+            quantized = weights.take_quantized(parts, axis, least_bits)
+            if quantized is not None:
+                return cat(quantized) if len(quantized) > 1 else quantized[0]
+        floats = [weights.take(name).narrow(axis, span.start, span.count) for name, span in parts.items()]
+        return torch.cat(floats) if len(floats) > 1 else floats[0]
+
+    def _vocabulary_rows(self, weights: Weights, name: str, least_bits: int | None) -> LoadedWeight:
         """This rank's rows; filled up with zeros where the ranks don't divide the vocabulary."""
-        rows = _narrow(weight, 0, self._shard.vocab)
+        rows = self._take(weights, {name: self._shard.vocab}, 0, least_bits)
         missing = self._shard.vocab_rows - self._shard.vocab.count
         if not missing:
             return rows
@@ -205,21 +215,6 @@ class LlamaModel:
 
     def _sum_over_ranks(self, x: Array) -> Array:
         return x if self.comm.size == 1 else self.backend.all_reduce(x, self.comm)
-
-
-def _narrow(weight: LoadedWeight, axis: int, span: Span) -> LoadedWeight:
-    if isinstance(weight, QuantizedWeight) and axis == 1 and (span.start % GROUP or span.count % GROUP):
-        weight = weight.dequantize().bfloat16()  # the slice would split groups
-    narrowed: LoadedWeight = weight.narrow(axis, span.start, span.count)
-    return narrowed
-
-
-def _merge(parts: list[LoadedWeight]) -> LoadedWeight:
-    """The rows of all parts; of parts in different formats, in floating point (`config.weight_formats` knows that)."""
-    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
-    if len(quantized) == len(parts) and len({part.bits for part in quantized}) == 1:
-        return cat(quantized)
-    return torch.cat([part.dequantize().bfloat16() if isinstance(part, QuantizedWeight) else part for part in parts])
 
 
 def check_tensor_parallel(arch: ModelArch, size: int) -> None:

@@ -1,5 +1,6 @@
 """From a checkpoint's files to a model in a backend's memory: one tensor at a time, of it only this rank's share."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +10,12 @@ from gpu_workers.comm import Comm
 from gpu_workers.models import model_class
 from gpu_workers.models.llama import LlamaModel
 from gpu_workers.weights.gguf import GGUFSource
+from gpu_workers.weights.quantized import GROUP
 from gpu_workers.weights.safetensors import SafetensorsSource
 from gpu_workers.weights.source import TensorSource, Weights
 from ipc.control import StartError
+
+log = logging.getLogger(__name__)
 
 
 def open_source(path: Path) -> TensorSource:
@@ -42,5 +46,15 @@ def load_model(
         open_source(Path(spec.model_path)),
         lambda fraction: progress("loading weights", fraction),
         bits_of(spec.config.model.quantization, backend),
+        spec.config.worker.threads or 1,
     )
-    return model_class(spec.arch.family)(spec.arch, spec.config.model.max_model_len, weights, backend, comm)
+    model = model_class(spec.arch.family)(spec.arch, spec.config.model.max_model_len, weights, backend, comm)
+    if weights.left_floats:
+        log.warning(
+            "--quantization %s: %d matrices are left as floats: the inputs that this rank has of them are not whole "
+            "groups of %d",
+            spec.config.model.quantization,
+            len(weights.left_floats),
+            GROUP,
+        )
+    return model

@@ -6,32 +6,43 @@ for the codes of each width the scale and minimum of least squares are taken, an
 error. No activations are looked at (compare GPTQ, Frantar et al. 2022, and AWQ, Lin et al. 2023, which do).
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from gpu_workers.weights.quantized import GROUP, QuantizedWeight
 
 _WIDTHS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)  # of the range of 4-bit levels, as a share of the group's own
-_CHUNK = 1 << 22  # elements that are rounded at once: what is held in memory for it is some times as much in float32
+_CHUNK = 1 << 18  # elements that a thread rounds at once: its cache is to hold them and what is made of them
 
 
-def can_round(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a matrix of whole groups."""
-    return len(shape) == 2 and shape[1] % GROUP == 0
+def can_round(shape: tuple[int, ...], start: int = 0) -> bool:
+    """Whether a tensor, or a matrix's part from its input `start` on, is a matrix of whole groups."""
+    return len(shape) == 2 and shape[1] % GROUP == 0 and start % GROUP == 0
 
 
-def rounded(weight: torch.Tensor, bits: int) -> QuantizedWeight:
-    """[N, K] floats as integers of 4 or 8 `bits`; ValueError where it has NaN or infinity.
+def rounded(weight: torch.Tensor, bits: int, threads: int = 1) -> QuantizedWeight:
+    """[N, K] floats as integers of 4 or 8 `bits`, made by `threads` threads; ValueError where it has NaN or infinity.
 
     Scales and minimums are float16 numbers, which is what the kernels hold.
     """
     rows, inputs = weight.shape
     at_once = max(1, _CHUNK // inputs)
-    parts = []
-    for begin in range(0, rows, at_once):
-        values = weight[begin : begin + at_once].float().reshape(-1, inputs // GROUP, GROUP)
+
+    def chunk(begin: int) -> _Parts:
+        values = weight[begin : begin + at_once].float()
+        values = values.reshape(values.shape[0], inputs // GROUP, GROUP)
         if not values.isfinite().all():
             raise ValueError("it has values that are not finite numbers")
-        parts.append(_to_8_bits(values) if bits == 8 else _to_4_bits(values))
+        return _to_8_bits(values) if bits == 8 else _to_4_bits(values)
+
+    begins = range(0, max(rows, 1), at_once)  # of no rows, too, there is a chunk: it has the dtypes
+    if threads > 1 and len(begins) > 1:
+        # Not torch's own threads: the backends on CPUs leave it only one.
+        with ThreadPoolExecutor(threads) as pool:
+            parts = list(pool.map(chunk, begins))
+    else:
+        parts = [chunk(begin) for begin in begins]
     codes, scales, minimums = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return QuantizedWeight(bits, codes.view(rows, inputs), scales, minimums if bits == 4 else None)
 

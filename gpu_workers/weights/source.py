@@ -5,7 +5,8 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from gpu_workers.weights.quantized import QuantizedWeight
+from config.shards import Span
+from gpu_workers.weights.quantized import GROUP, QuantizedWeight
 from gpu_workers.weights.rounding import can_round, rounded
 from ipc.control import StartError
 
@@ -35,11 +36,22 @@ class TensorSource(Protocol):
 class Weights:
     """Hands out tensors by name and expected shape, and keeps account of what nobody asked for."""
 
-    def __init__(self, source: TensorSource, progress: Callable[[float], None], round_to: int | None = None) -> None:
-        """`round_to`: bits of the integers that `take_quantized` makes of floats; None: it makes none."""
+    def __init__(
+        self,
+        source: TensorSource,
+        progress: Callable[[float], None],
+        round_to: int | None = None,
+        threads: int = 1,
+    ) -> None:
+        """`round_to`: bits of the integers that `take_quantized` makes of floats; None: it makes none.
+
+        `threads`: how many make them.
+        """
         self._source = source
         self._progress = progress
         self._round_to = round_to
+        self._threads = threads
+        self.left_floats: list[str] = []  # matrices that were to be rounded, but have parts of groups
         self._unread = set(source.shapes)
 
     def __contains__(self, name: str) -> bool:
@@ -78,22 +90,46 @@ class Weights:
         self._count(name)
         return tensor
 
-    def take_quantized(self, name: str, least_bits: int = 4) -> QuantizedWeight | None:
-        """The tensor `name` as integers; None where that is not how it is kept: then `take` it.
+    def take_quantized(
+        self, parts: Mapping[str, Span], axis: int, least_bits: int | None = 4
+    ) -> list[QuantizedWeight] | None:
+        """Of each named matrix these rows (axis 0) or inputs (axis 1), as integers of the same bits.
 
-        Floats are not rounded to fewer than `least_bits`.
+        None where that is not how all of them are kept, and they are not to be rounded, or can't be: then `take` them.
+        Floats are not rounded to fewer than `least_bits`; None: they are not rounded.
         """
-        weight = self._read(self._source.read_quantized, name)
-        if weight is None and self._round_to is not None and can_round(self._source.shapes[name]):
-            weight = self._read(self._round, name, max(self._round_to, least_bits))
-        if weight is not None:
-            self._count(name)
-        return weight
+        weights = self._integers_of(parts, axis)
+        if weights is None and self._round_to is not None and least_bits is not None:
+            shapes = self._source.shapes
+            for name, span in parts.items():
+                inputs = Span(0, shapes[name][1]) if axis == 0 else span
+                if not can_round((shapes[name][0], inputs.count), inputs.start):
+                    self.left_floats += parts
+                    return None
+            bits = max(self._round_to, least_bits)
+            weights = [self._read(self._round, name, axis, span, bits) for name, span in parts.items()]
+        if weights is not None:
+            for name in parts:
+                self._count(name)
+        return weights
 
-    def _round(self, name: str, bits: int) -> QuantizedWeight:
-        tensor = self._source.read(name)
+    def _integers_of(self, parts: Mapping[str, Span], axis: int) -> list[QuantizedWeight] | None:
+        """As the checkpoint has them; None where not all are of the same bits, or a group would be split."""
+        weights: list[QuantizedWeight] = []
+        for name, span in parts.items():
+            weight = self._read(self._source.read_quantized, name)
+            if weight is None or (weights and weight.bits != weights[0].bits):
+                return None
+            if axis == 1 and (span.start % GROUP or span.count % GROUP):
+                return None
+            weights.append(weight.narrow(axis, span.start, span.count))
+        return weights
+
+    def _round(self, name: str, axis: int, span: Span, bits: int) -> QuantizedWeight:
+        # Only what this rank needs: groups lie within rows, so they are the same in a part of the matrix.
+        tensor = self._source.read(name).narrow(axis, span.start, span.count)
         try:
-            return rounded(tensor, bits)
+            return rounded(tensor, bits, self._threads)
         except ValueError as error:
             raise ValueError(f"tensor {name}: {error}") from error
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from config.bytesize import format_size
+from config.bytesize import format_size, parse_size
 from config.schema import Config
 from ipc.stats_messages import CauseName
 from scheduler_proc.cost_model import CostModel, StepShape
@@ -331,11 +331,14 @@ class Proposals:
 
 
 def _sizes(wanted: Iterable[int], most: float) -> list[tuple[int, str]]:
-    """In bytes and as on the command line, none more than `most`; without what is the same."""
-    if not math.isfinite(most):
-        return [(size, _size(size)) for size in wanted]
-    whole = int(most) >> 20  # rounded down: a byte too many does not fit
-    found = [(size, _size(size)) if size <= most else (whole << 20, f"{whole}MiB") for size in wanted]
+    """As they are written on the command line, and the bytes that these texts mean, none more than `most`.
+
+    Without what is the same. Three digits may mean more than the size that they were made of.
+    """
+    found = [(parse_size(text), text) for text in map(_size, wanted)]
+    if math.isfinite(most):
+        whole = int(most) >> 20  # rounded down: a byte too many does not fit
+        found = [(size, text) if size <= most else (whole << 20, f"{whole}MiB") for size, text in found]
     return list(dict.fromkeys(found))
 
 

@@ -167,6 +167,16 @@ def test_the_smallest_tp_grows_as_devices_shrink() -> None:
     assert smallest_tp(config, LLAMA_3_1_8B, GIB // 2) is None
 
 
+def test_rounded_weights_need_fewer_ranks() -> None:
+    config = plan_of(LLAMA_3_1_8B, 64 * GIB, max_model_len=8192).config
+    # 4.1 GiB of the layers' int4, 1.0 GiB of int8 and 1 GiB of KV, where floats need three ranks.
+    for quantization, expected in (("auto", 3), ("int8", 2), ("int4", 1)):
+        model = msgspec.structs.replace(config.model, quantization=quantization)
+        worker = msgspec.structs.replace(config.worker, kernels="native")
+        rounded = msgspec.structs.replace(config, model=model, worker=worker)
+        assert smallest_tp(rounded, LLAMA_3_1_8B, 8 * GIB) == expected
+
+
 def test_the_full_report_counts_sequences_by_length() -> None:
     resolved = plan_of(SMOLLM2_135M, 8 * GIB, max_model_len=2048)
     text = page(resolved.config, SMOLLM2_135M, machine_of(8 * GIB))

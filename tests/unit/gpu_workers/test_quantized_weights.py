@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from config.shards import Span
 from gpu_workers.weights.gguf import GGUFSource
 from gpu_workers.weights.loader import open_source
 from gpu_workers.weights.quantized import QuantizedWeight, cat
@@ -146,9 +147,9 @@ def test_taking_integers_counts_as_progress_and_their_absence_does_not(tmp_path:
     tensors = {"token_embd.weight": (block, "Q8_0"), "output.weight": (np.ones((2, 32), np.float32), "F32")}
     fractions: list[float] = []
     weights = Weights(open_source(write(tmp_path / "x.gguf", tensors)), fractions.append)
-    assert weights.take_quantized("lm_head.weight") is None
+    assert weights.take_quantized({"lm_head.weight": Span(0, 2)}, 0) is None
     assert fractions == []
-    assert weights.take_quantized("model.embed_tokens.weight") is not None
+    assert weights.take_quantized({"model.embed_tokens.weight": Span(0, 2)}, 0) is not None
     assert weights.take("lm_head.weight").dtype == torch.float32
     assert fractions == [0.5, 1.0]
 
@@ -156,7 +157,7 @@ def test_taking_integers_counts_as_progress_and_their_absence_does_not(tmp_path:
 def test_an_unsupported_type_is_named_when_its_integers_are_asked_for(tmp_path: Path) -> None:
     tensors = {"output.weight": (np.zeros((1, 54), np.uint8), "TQ1_0")}
     weights = Weights(open_source(write(tmp_path / "x.gguf", tensors)), lambda fraction: None)
-    assert weights.take_quantized("lm_head.weight") is None
+    assert weights.take_quantized({"lm_head.weight": Span(0, 1)}, 0) is None
     with pytest.raises(StartError, match="has the type TQ1_0, which is not supported"):
         weights.take("lm_head.weight")
 

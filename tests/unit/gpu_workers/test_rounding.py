@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from config.shards import Span
+from gpu_workers.weights.loader import open_source
 from gpu_workers.weights.rounding import can_round, rounded
+from gpu_workers.weights.source import Weights
 from ipc.control import StartError
 from tests.unit.gpu_workers.tiny import load_tiny, save_tiny, whole_logits
 from tools.score.model import load
@@ -80,6 +83,17 @@ def test_rows_are_rounded_by_themselves(bits: int, monkeypatch: pytest.MonkeyPat
     assert torch.equal(rounded(weight[3:4], bits).scales, whole.scales[3:4])
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [0, 1, 7, 40])
+def test_threads_make_the_same_integers(bits: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_workers.weights.rounding._CHUNK", 192)
+    weight = matrix(rows, 64)
+    alone, together = (rounded(weight, bits, threads) for threads in (1, 3))
+    assert alone.shape == (rows, 64)
+    assert torch.equal(alone.codes, together.codes)
+    assert torch.equal(alone.dequantize(), together.dequantize())
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_an_error(value: float) -> None:
     weight = torch.ones(2, 32)
@@ -123,6 +137,23 @@ def test_a_checkpoint_with_nan_is_refused_by_name(tmp_path: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(StartError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight: .* not finite"):
         load(tmp_path, "float32", 1, "native", "int8")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_rank_rounds_its_part_as_it_would_the_whole(bits: int, tmp_path: Path) -> None:
+    weight = matrix(6, 128)
+    save_file({"w.weight": weight}, tmp_path / "model.safetensors")
+    weights = Weights(open_source(tmp_path), lambda fraction: None, bits)
+    whole = rounded(weight, bits).dequantize()
+    for axis, span in ((0, Span(1, 3)), (1, Span(32, 64)), (1, Span(96, 32))):
+        taken = weights.take_quantized({"w.weight": span}, axis)
+        assert taken is not None
+        assert torch.equal(taken[0].dequantize(), whole.narrow(axis, span.start, span.count))
+    assert weights.left_floats == []
+    for span in (Span(16, 32), Span(32, 16)):
+        assert weights.take_quantized({"w.weight": span}, 1) is None
+    assert weights.left_floats == ["w.weight", "w.weight"]
+    assert weights.take_quantized({"w.weight": Span(0, 6)}, 0, least_bits=None) is None
 
 
 def test_plain_torch_operations_refuse_it(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from gpu_workers.drawn import Drawn
 from gpu_workers.models.llama import LlamaModel
 from gpu_workers.runner import Runner
 from gpu_workers.weights.loader import open_source
+from gpu_workers.weights.quantized import QuantizedWeight
 from gpu_workers.weights.source import Weights
 from ipc.codec import pack_ints, unpack_floats, unpack_ints
 from ipc.control import StartError
@@ -316,6 +317,27 @@ def test_deterministic_rows_have_the_same_bits_in_every_batch(tmp_path: Path, pa
         mixed.run((2, 23, 1, 1))
     assert len(alone.seen[2]) == 4
     assert mixed.seen[2] == alone.seen[2]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rounding_leaves_the_table_as_it_is(tmp_path: Path, tied: bool) -> None:
+    oracle = save_tiny(tmp_path, **SIZES, intermediate_size=128, tie_word_embeddings=tied)
+    given: list[object] = []
+    backend = triton_backend()
+    load_vocabulary = backend.load_vocabulary
+
+    def record(table: Any, head: Any) -> Any:
+        given.extend((table, head))
+        return load_vocabulary(table, head)
+
+    backend.load_vocabulary = record  # type: ignore[method-assign]
+    LlamaModel(
+        read_arch(tmp_path), None, Weights(open_source(tmp_path), lambda fraction: None, 4), backend, LocalComm()
+    )
+    table, head = given
+    assert isinstance(table, torch.Tensor)
+    assert torch.equal(table, oracle.get_input_embeddings().weight.detach())
+    assert head is None if tied else isinstance(head, QuantizedWeight) and head.bits == 8
 
 
 def test_the_plan_takes_the_heads_that_the_kernels_take() -> None:

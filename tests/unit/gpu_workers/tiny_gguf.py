@@ -1,6 +1,8 @@
 """A tiny model of transformers as a GGUF file, laid out as llama.cpp's converter lays it out."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import gguf
 import numpy as np
@@ -16,9 +18,13 @@ def pairs_from_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def save_gguf(
-    model: PreTrainedModel, path: Path, matrices: str = "F32", rope_divisors: torch.Tensor | None = None
+    model: PreTrainedModel,
+    path: Path,
+    matrices: str = "F32",
+    rope_divisors: torch.Tensor | None = None,
+    kinds: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Matrices in the quantization type `matrices`, everything else in float32."""
+    """Matrices in the quantization type `matrices`, but in `kinds` by last name; everything else in float32."""
     config = model.config
     architecture = config.model_type
     assert architecture in ("llama", "qwen2")
@@ -47,7 +53,7 @@ def save_gguf(
         count = heads.get(name.split(".")[-2])
         if architecture == "llama" and count:
             tensor = pairs_from_halves(tensor, count)
-        kind = gguf.GGMLQuantizationType[matrices if tensor.dim() == 2 else "F32"]
+        kind = gguf.GGMLQuantizationType[kinds.get(name.split(".")[-2], matrices) if tensor.dim() == 2 else "F32"]
         data = gguf.quants.quantize(np.ascontiguousarray(tensor.numpy()), kind)
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), data, raw_dtype=kind)
     writer.write_header_to_file()

@@ -1,9 +1,12 @@
 """What is advised is nothing that the launcher refuses, on the machine and for the command line it is advised for."""
 
+import math
 from functools import cache
 
 import msgspec
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from config.bytesize import parse_size
 from config.machine import Gpu, Machine
@@ -11,7 +14,7 @@ from config.resolve import resolve
 from config.schema import ModelArch, SchedulerConfig
 from config.sources import ConfigError, read_settings
 from ipc.stats_messages import Diagnosis
-from scheduler_proc.diagnosis.changes import Engine
+from scheduler_proc.diagnosis.changes import Engine, _sizes
 from scheduler_proc.diagnosis.evidence import flag
 from scheduler_proc.diagnosis.launch_check import LaunchCheck
 from scheduler_proc.diagnosis.processes import Cpu
@@ -137,6 +140,14 @@ def test_a_pool_is_advised_as_large_as_it_fits(monkeypatch: pytest.MonkeyPatch) 
     most = check(arch, machine, *argv).most_kv_bytes
     assert 1200 * MIB > most > 720 * MIB
     assert sizes == {most // MIB * MIB}
+
+
+@given(wanted=st.lists(st.integers(MIB, 1 << 45), max_size=4), most=st.integers(MIB, 1 << 45) | st.just(math.inf))
+@example(wanted=[int(1.996 * GIB)], most=int(1.997 * GIB))  # as three digits, 2.00GiB
+def test_no_size_that_is_written_is_more_than_there_is_room_for(wanted: list[int], most: float) -> None:
+    for size, text in _sizes(wanted, most):
+        assert parse_size(text) == size <= most
+        assert any(size <= 1.006 * asked for asked in wanted)
 
 
 def test_values_are_read_as_on_the_command_line() -> None:
