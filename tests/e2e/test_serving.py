@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import platform
 import random
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from launch import time_slice
 from tests.e2e.server import Server
 from tests.e2e.sse import client_session, post, post_all
 from tests.exposition import value
@@ -55,6 +58,22 @@ def test_the_capital_of_france(server: Server) -> None:
     (answer,) = post_all(server.url + "/v1/chat/completions", [body])
     assert "Paris" in answer.text
     assert answer.done
+
+
+def test_only_ranks_have_the_usual_time_slice(server: Server) -> None:
+    """Who waits for messages goes before who computes, as the kernel says itself."""
+    if sys.platform != "linux" or tuple(map(int, platform.release().split(".")[:2])) < (6, 12):
+        pytest.skip("this system has no time slices to ask for: Linux has since 6.12")
+    slices: dict[str, set[int]] = {}
+    for role, process in server.roles().items():
+        for file in Path(f"/proc/{process.pid}/task").glob("*/sched"):
+            lines = [line for line in file.read_text().splitlines() if line.startswith("se.slice")]
+            slices.setdefault(role.split("-")[0], set()).update(int(line.split(":")[1]) for line in lines)
+    if not slices:
+        pytest.skip("this kernel does not tell (no CONFIG_SCHED_DEBUG)")
+    asked = round(1e9 * time_slice.SECONDS)
+    assert [slices[role] for role in ("frontend", "tokenizer", "scheduler")] == [{asked}] * 3
+    assert min(slices["worker"]) > asked
 
 
 def test_a_short_request_overtakes_32_streams(server: Server) -> None:

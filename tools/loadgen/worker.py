@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import uvloop
 
+from launch import time_slice
 from tools.loadgen.answer import Answer, within
 from tools.loadgen.clients import Client, make_client
 from tools.loadgen.messages import Answered, Broken, Ended, FromWorker, Item, Progress, Ready, Ticks, Work
@@ -174,6 +175,7 @@ def main() -> None:
     with suppress(PermissionError):
         # It takes little, and beside a server on the same cores it is to be in time all the same.
         os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
+    time_slice.ask_for(time_slice.SECONDS)
     path = Path(sys.argv[1])
     work = msgspec.msgpack.decode(path.read_bytes(), type=Work)
     uvloop.run(serve(work))
