@@ -64,15 +64,16 @@ def test_only_ranks_have_the_usual_time_slice(server: Server) -> None:
     """Who waits for messages goes before who computes, as the kernel says itself."""
     if sys.platform != "linux" or tuple(map(int, platform.release().split(".")[:2])) < (6, 12):
         pytest.skip("this system has no time slices to ask for: Linux has since 6.12")
-    slices: dict[str, set[int]] = {}
+    slices: dict[str, list[int]] = {}
     for role, process in server.roles().items():
         for file in Path(f"/proc/{process.pid}/task").glob("*/sched"):
             lines = [line for line in file.read_text().splitlines() if line.startswith("se.slice")]
-            slices.setdefault(role.split("-")[0], set()).update(int(line.split(":")[1]) for line in lines)
+            slices.setdefault(role.split("-")[0], []).extend(int(line.split(":")[1]) for line in lines)
     if not slices:
         pytest.skip("this kernel does not tell (no CONFIG_SCHED_DEBUG)")
     asked = round(1e9 * time_slice.SECONDS)
-    assert [slices[role] for role in ("frontend", "tokenizer", "scheduler")] == [{asked}] * 3
+    for role in ("frontend", "tokenizer", "scheduler"):  # the thread that waits for the launcher's end comes before
+        assert sorted(slices[role])[:-1] == [asked] * (len(slices[role]) - 1), role
     assert min(slices["worker"]) > asked
 
 
