@@ -63,6 +63,7 @@ def test_every_request_due_in_a_stall_shows_the_rest_of_it(tmp_path: Path) -> No
         rest = end - due if begin <= due < end else 0.0
         bounds.append(rest)
         assert record["times"][0] - record["scheduled"] >= rest
+        assert record["scheduled"] <= record["sent"] <= record["written"] <= record["times"][0]
     assert sum(bound > 0 for bound in bounds) == 40  # 2 seconds of 20 a second: all were sent, none waited for another
     ttft = result.summary["ttft"]
     assert ttft["n"] == 60

@@ -15,6 +15,7 @@ class Answer:
 
     def __init__(self) -> None:
         self.sent = self.ended = 0.0
+        self.written: float | None = None  # when the system had all of the request
         self.status = 0
         self.times: list[float] = []
         self.tokens: list[int] = []  # of each chunk, as far as the server says
@@ -76,6 +77,7 @@ class Answer:
             completion_tokens=self.completion_tokens,
             cached_tokens=self.cached_tokens,
             finish_reason=self.finish_reason,
+            written=None if self.written is None else self.written - start,
             times=[time - start for time in self.times],
             tokens=self.tokens if counted else [],
             timings=self.timings,

@@ -80,7 +80,7 @@ class HttpClient(Client):
 
     async def connect(self) -> None:
         tracing = aiohttp.TraceConfig()
-        tracing.on_request_chunk_sent.append(_note_sent)
+        tracing.on_request_chunk_sent.append(_note_written)
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None),
             connector=aiohttp.TCPConnector(limit=0),
@@ -146,9 +146,9 @@ class HttpClient(Client):
             await self._session.close()
 
 
-async def _note_sent(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceRequestChunkSentParams) -> None:
-    """The body is the system's now. What the client itself took until then is lag, and no time of the server's."""
-    context.trace_request_ctx.sent = time.monotonic()
+async def _note_written(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceRequestChunkSentParams) -> None:
+    """The body is the system's now, after all that the client itself does for it, and connecting."""
+    context.trace_request_ctx.written = time.monotonic()
 
 
 def take_event(line: bytes, now: float, answer: Answer, *, by_usage: bool = False) -> bool:

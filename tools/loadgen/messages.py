@@ -89,6 +89,7 @@ class Record(Struct, kw_only=True, omit_defaults=True):
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     finish_reason: str | None = None
+    written: float | None = None  # when all of it was the system's, where the client tells; connecting came before
     times: list[float] = []  # when each chunk with a token came
     tokens: list[int] = []  # tokens in each of these; empty: not known
     timings: dict[str, Any] | None = None  # the server's own

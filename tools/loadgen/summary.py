@@ -246,13 +246,18 @@ def _agreement(
         return None
     return Agreement(
         joined=len(joined),
-        ttft=_difference([(record.times[0] - record.sent, theirs.ttft) for record, _, theirs in joined]),
+        ttft=_difference([(record.times[0] - _written(record), theirs.ttft) for record, _, theirs in joined]),
         tpot=_difference([(ours.tpot, theirs.tpot) for _, ours, theirs in joined]),
         itl=_difference(
             [(float(ours.itl.mean()) if len(ours.itl) else None, theirs.tpot) for _, ours, theirs in joined]
         ),
         preemptions=sum(theirs.preemptions for _, _, theirs in joined),
     )
+
+
+def _written(record: Record) -> float:
+    """From when on it was the system's and the server's, as far as that is known."""
+    return record.sent if record.written is None else record.written
 
 
 def _difference(pairs: Sequence[tuple[float | None, float | None]]) -> Difference | None:

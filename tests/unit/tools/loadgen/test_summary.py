@@ -255,6 +255,16 @@ def test_ttft_is_compared_with_when_the_server_had_the_first_to_show() -> None:
     assert silent.ttft.p50 == pytest.approx(0.0035)
 
 
+def test_ttft_is_compared_from_when_the_request_was_the_systems() -> None:
+    """What came before, connecting included, is in the client's own TTFT and no time of the server's."""
+    found = summary_of([record(0, 0.0, [0.15], sent=0.01, written=0.05, timings=timings(first_token_ms=100.0))])
+    assert found.agreement is not None
+    assert found.agreement.ttft is not None
+    assert found.agreement.ttft.p50 == pytest.approx(0.0, abs=1e-9)
+    assert found.ttft is not None
+    assert found.ttft.mean == pytest.approx(0.15)
+
+
 def test_exactness_says_by_how_much() -> None:
     records = [
         record(at, 0.0, [0.1], input_length=10, prompt_tokens=10 + extra, output_length=1)
