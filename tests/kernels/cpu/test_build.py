@@ -447,7 +447,7 @@ def test_a_sanitizer_stops_a_program_whose_threads_race(cache: Path, sources: Pa
     "isa",
     [
         "avx512",
-        "avx2",
+        pytest.param("avx2", marks=pytest.mark.slow),
         pytest.param("portable", marks=pytest.mark.slow),
     ],
 )

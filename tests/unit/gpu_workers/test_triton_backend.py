@@ -97,11 +97,20 @@ def test_keys_and_values_in_fewer_bits(tmp_path: Path, kv_dtype: str, bound: flo
 @pytest.mark.parametrize(
     "config",
     [
-        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
-        {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False},
-        {"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": True, "desc_act": False},
+        pytest.param(
+            {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, id="awq"
+        ),
+        pytest.param(
+            {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False},
+            id="gptq",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": True, "desc_act": False},
+            id="int8",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["awq", "gptq", "int8"],
 )
 def test_integer_weights_stay_integers(tmp_path: Path, config: dict[str, Any]) -> None:
     """Nothing is rounded but their scales, to float16, as they are in the checkpoint."""

@@ -1,6 +1,7 @@
 """The SDK's drill counts every end, and calls broken what may not be."""
 
 import asyncio
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -55,8 +56,10 @@ def test_every_request_is_counted_once(endpoint: str, capsys: pytest.CaptureFixt
 def test_deadlines_are_typed_errors(endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     endure(endpoint, hang=True).report()
     printed = capsys.readouterr().out
-    assert "57 DeadlineExceeded" in printed
-    assert "3 cancelled by their caller" in printed
+    found = re.search(r"^ +(\d+) cancelled by their caller$", printed, re.MULTILINE)
+    cancelled = int(found[1]) if found else 0
+    assert 1 <= cancelled <= 6  # as many as there is time for
+    assert f"{60 - cancelled} DeadlineExceeded" in printed
 
 
 def test_a_wrong_result_is_broken(endpoint: str) -> None:
