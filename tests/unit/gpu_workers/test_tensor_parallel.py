@@ -19,6 +19,7 @@ from kernels.cpu.build import BuildError
 from kernels.cpu.library import load
 from tests.unit.gpu_workers.tiny import load_tiny, save_tiny, whole_logits
 
+pytestmark = pytest.mark.xdist_group("ranks")  # else each of pytest's workers starts the same ranks
 TOKENS = list(range(0, 130, 3))
 
 
