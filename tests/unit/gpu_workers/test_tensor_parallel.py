@@ -19,7 +19,6 @@ from kernels.cpu.build import BuildError
 from kernels.cpu.library import load
 from tests.unit.gpu_workers.tiny import load_tiny, save_tiny, whole_logits
 
-pytestmark = pytest.mark.xdist_group("ranks")  # else each of pytest's workers starts the same ranks
 TOKENS = list(range(0, 130, 3))
 
 
@@ -80,7 +79,8 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 Answers = Callable[[int], list[dict[str, torch.Tensor]]]
 
 
-@pytest.fixture(scope="module")
+# Of the session: pytest comes back to this file for the other kernels.
+@pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Of each case."""
     folders = [tmp_path_factory.mktemp("model") for _ in CASES]
@@ -89,7 +89,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return folders
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def answers(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """What so many ranks compute in all cases that are for so many: they are slow to start."""
 
