@@ -10,7 +10,9 @@ from ipc.process_usage import UsageMeter, watch_loop
 from .connection import Connection
 
 _PERIOD = 1.0  # seconds
-_SLOW_BYTES = 16 << 10  # on one connection: some thousand tokens; a client that reads leaves less, however far it is
+# On one connection: the events of some forty tokens. A client that reads leaves less, if it is not both far and fast: 200
+# tokens a second over a round trip of 0.2 s have as much under way.
+_SLOW_BYTES = 8 << 10
 
 
 async def report(client: EngineClient, name: str, connections: Iterable[Connection]) -> None:
