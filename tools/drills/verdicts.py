@@ -32,22 +32,25 @@ class Measured(Protocol):
         """Seconds between two tokens of a request, at most or nearly so."""
 
 
-def gain(name: MetricName, before: Measured, after: Measured) -> float:
-    """How many times as good the metric is; 1 where that costs too much of something else."""
+def gain(name: MetricName, before: Measured, after: Measured, doubt: float = 1.0) -> float:
+    """How many times as good the metric is; 1 where that costs too much of something else.
+
+    `doubt` is how many times too much something may have been measured.
+    """
     was, now = before.metrics, after.metrics
     if name in ("throughput", "concurrency"):
         return now[name] / was[name]
     gained = was[name] / now[name]
     sibling = _SIBLINGS[name]
-    if was["throughput"] > _MOST_SLOWER * now["throughput"]:
+    if was["throughput"] > doubt * _MOST_SLOWER * now["throughput"]:
         return 1.0
-    if sibling in was and sibling in now and now[sibling] > gained * was[sibling]:
+    if sibling in was and sibling in now and now[sibling] > doubt * gained * was[sibling]:
         return 1.0
     if not name.startswith("itl"):
         return gained
-    if after.longest_gap > _MOST_LONGER * before.longest_gap:
+    if after.longest_gap > doubt * _MOST_LONGER * before.longest_gap:
         return 1.0
-    return 1.0 if now["ttft"] > min(gained, _MOST_LATER) * was["ttft"] else gained
+    return 1.0 if now["ttft"] > doubt * min(gained, _MOST_LATER) * was["ttft"] else gained
 
 
 def is_right(best: str, best_gain: float, advised: str, advised_gain: float) -> bool:

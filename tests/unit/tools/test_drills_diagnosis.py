@@ -61,8 +61,15 @@ def test_only_what_came_in_time_counts() -> None:
     assert run.longest_gap == pytest.approx(0.5)
     with pytest.raises(SystemExit, match="--seconds"):
         seen([early, late], 5.0, 6.0)
-    assert has_enough([early, late], 1.0, 3.0)
-    assert not has_enough([early, late], 5.0, 6.0)
+
+
+def test_it_is_measured_until_each_client_has_had_three_first_tokens() -> None:
+    quick = [Reply(0.0, times=[time, time + 0.1]) for time in (1.0, 2.0, 3.0, 4.0)]
+    slow = [Reply(0.0, times=[time, time + 0.1]) for time in (2.5, 5.0, 7.5)]
+    assert has_enough([quick, slow], 1.0, 8.0)
+    assert not has_enough([quick, slow], 1.0, 7.0)
+    assert not has_enough([quick, slow], 1.5, 3.5)
+    assert not has_enough([[Reply(0.0, times=[time]) for time in (1.0, 2.0, 3.0)]], 0.0, 4.0)  # no gap
 
 
 def test_percentiles_need_a_hundred_observations() -> None:
@@ -92,6 +99,23 @@ def test_a_gain_that_costs_too_much_of_something_else_is_none() -> None:
     assert gain("throughput", before, run_of(9.0, 9.0, 150.0, 9.0)) == pytest.approx(1.5)
     slow_end = Run({**before.metrics, "itl_p99": 0.2}, 1.0)
     assert gain("itl", slow_end, Run({**before.metrics, "itl": 0.05, "itl_p99": 0.5}, 1.0)) == 1.0
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        run_of(1.0, 0.05, 70.0),  # limit: 80
+        run_of(2.3, 0.05, 100.0),  # 2.0
+        run_of(1.0, 0.05, 100.0, longest_gap=1.5),  # 1.25
+        Run({"ttft": 1.0, "itl": 0.05, "throughput": 100.0, "itl_p99": 0.48}, 1.0),  # 0.4
+    ],
+    ids=["throughput", "ttft", "longest gap", "p99"],
+)
+def test_a_price_is_measured_as_well_and_may_be_in_doubt(after: Run) -> None:
+    before = Run({"ttft": 1.0, "itl": 0.1, "throughput": 100.0, "itl_p99": 0.2}, 1.0)
+    assert gain("itl", before, after) == 1.0
+    assert gain("itl", before, after, doubt=1.1) == 1.0
+    assert gain("itl", before, after, doubt=1.25) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +155,18 @@ def test_truth_is_the_change_that_gains_most() -> None:
     assert right.predicted == pytest.approx(0.25)  # of 2 s on the server 0.5 s are left, so of 1 s a quarter
     assert not trial("prefill", "--max-step-tokens", "64").is_right
     assert not trial("prefill", None, None).is_right
+
+
+def test_only_an_advice_has_the_benefit_of_the_doubt() -> None:
+    expensive = [run_of(2.3, 0.01, 100.0)]  # first tokens may come 2.0 times as late at most, to gain 2.0
+    before = [run_of(1.0, 0.02, 100.0)]
+    for cause, setting, value, right in (
+        ("queue", "--max-seqs", "8", True),
+        ("prefill", "--max-step-tokens", "64", False),
+    ):
+        one = trial(cause, setting, value, "itl")
+        one.before, one.after = before, {PLACES: expensive, STEPS: [run_of(1.0, 0.019, 100.0)]}
+        assert (one.best == PLACES, one.is_right, one.is_close) == (right, right, right)
 
 
 LOAD = Change("load", "", replace(ONE, clients=16))
