@@ -3,7 +3,10 @@
 import re
 from collections.abc import Sequence
 
-_TCP = re.compile(r"tcp://(?:\[[^\]\s]+\]|[^:\[\]/\s]+):([0-9]{1,5})")
+# Hosts as libzmq takes them: none that begins with a sign, such as a listener's `*`.
+_TCP = re.compile(
+    r"tcp://(?:\[[0-9A-Fa-f][0-9A-Za-z:.%_-]*\]|\[::[0-9A-Za-z:.%_-]*\]|[0-9A-Za-z][0-9A-Za-z._-]*):([0-9]{1,5})"
+)
 _MAX_PATH = 107  # bytes that the address of a Unix socket holds
 
 

@@ -22,6 +22,7 @@ from .errors import (
     bad_request,
     cancelled,
     deadline_exceeded,
+    unavailable,
 )
 from .messages import Delta, Finished, PromptInfo
 from .stream import Stream
@@ -50,7 +51,7 @@ class Patience:
         self._seconds = deadline
         self._until = None if deadline is None else time.monotonic() + deadline
         self.retries = retries
-        self.attempts = 0
+        self.attempts = 0  # that were sent
         self._failures = 0
 
     def left(self) -> float | None:
@@ -74,12 +75,20 @@ class Patience:
             raise error
         await asyncio.sleep(pause)
         if isinstance(error, Unavailable):
-            left = self.left()
-            try:
-                await self._engine.wait_for(route, _AWAY_SECONDS if left is None else left)
-            except TimeoutError:
-                self.left()
-                raise error from None
+            await self._wait(route, error)
+
+    async def before(self, route: Route) -> None:
+        """Connect, where nobody has: what cannot have been sent yet is no failure."""
+        if self._engine.is_new:
+            await self._wait(route, unavailable(0, "no server is ready"))
+
+    async def _wait(self, route: Route, error: RequestFailed) -> None:
+        left = self.left()
+        try:
+            await self._engine.wait_for(route, _AWAY_SECONDS if left is None else left)
+        except TimeoutError:
+            self.left()
+            raise error from None
 
     def _pause(self, error: RequestFailed) -> float | None:
         """Seconds until the next attempt; None: it could not help. Counts the failures."""
@@ -97,8 +106,8 @@ class Patience:
     async def question(self, ask: Callable[[], Awaitable[T]]) -> T:
         """The answer to a question that changes nothing, however often it is asked."""
         self._engine.check_place()
+        await self.before(Route())
         while True:
-            self.attempts += 1
             try:
                 async with asyncio.timeout(self.left()):
                     return await ask()
@@ -142,10 +151,11 @@ class Call:
         """What arrives, as `Stream` yields it; to be iterated once. Raises `RequestFailed`."""
         patience = self._patience
         began = False
+        await patience.before(self._route)
         while not self._aborted:
-            patience.attempts += 1
             left = patience.left()
             stream = self._stream = self._start({**self._options, "deadline": left}, self._route)
+            patience.attempts += stream.sent
             timer = None
             if left is not None:
                 too_late = patience.exceeded(stream.request_id)

@@ -34,7 +34,7 @@ from .key_files import check_server_key, read_key_file
 from .messages import Detokenize, Finished, ModelInfo, Pooling, SamplingParams, Tokenize, Tokenized, TokenPrompt
 from .results import Chunk, Collector, Completion, Embedding, Score, Tokens, chunk_of, embedding_of, score_of
 from .stream import Stream
-from .validation import POOLINGS, InvalidRequest, validate, validate_detokenize, validate_tokenize
+from .validation import MAX_LOGPROBS, POOLINGS, InvalidRequest, validate, validate_detokenize, validate_tokenize
 
 DEFAULT_RETRIES = 2
 DEFAULT_TIMEOUT = 60.0  # seconds
@@ -191,6 +191,8 @@ class AsyncClient:
     async def score(self, prompt: PromptLike, top: int = 0, **options: Unpack[CallOptions]) -> Score:
         """Log-probabilities that the model gives the tokens of a prompt, and of the `top` best ones at each place."""
         check_keywords(options)
+        if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MAX_LOGPROBS:
+            raise bad_request(0, f"top must be an integer between 0 and {MAX_LOGPROBS}", "top")
         params = as_params(None, {"max_tokens": 0, "prompt_logprobs": top})
         call = self._generation(as_prompt(prompt), params, options)
         async for _ in call.batches():

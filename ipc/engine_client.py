@@ -230,10 +230,15 @@ class EngineClient:
         """
         return await self.wait_for(Route(), timeout)
 
+    @property
+    def is_new(self) -> bool:
+        """Whether it has never been told to connect."""
+        return not self._links and not self._closed
+
     async def wait_for(self, route: Route, timeout: float | None = None) -> ModelInfo:
         """As `connect`: until a link takes requests that the next attempt of a call may take."""
         self.check_place()
-        if not self._links and not self._closed:
+        if self.is_new:
             self._loop = asyncio.get_running_loop()
             self._links = [_Link(endpoint, self._keys, self._changed.set) for endpoint in self._endpoints]
         async with asyncio.timeout(timeout):
@@ -325,6 +330,7 @@ class EngineClient:
         if not link.dealer.send(Generate(request_id, prompt, params, pooling=pooling or "", **options)):
             stream._fail(unavailable(request_id, "the engine takes no more requests"))
             return stream
+        stream.sent = True
         link.streams[request_id] = stream
         return stream
 

@@ -13,6 +13,9 @@ from msgspec import Struct
 
 NAME_PATTERN = r"[A-Za-z0-9._-]{1,64}"
 _Z85 = r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}"
+# In the order of RFC 32 of ZeroMQ.
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+_GROUP = 5  # characters, that are 4 bytes
 _KEY_FILE = re.compile(rf"public ({_Z85})\nsecret ({_Z85})\n?")
 _LINE = re.compile(rf"curve:({_Z85})[ \t]+({NAME_PATTERN})")
 _EXPECTED = (
@@ -33,9 +36,16 @@ class KeyPair(Struct, frozen=True):
 
 def check_server_key(key: str) -> bytes:
     """The key in Z85; ValueError when it is none."""
-    if re.fullmatch(_Z85, key) is None:
+    if re.fullmatch(_Z85, key) is None or not _is_key(key):
         raise ValueError("a public key has 40 characters: the server's operator has it from keygen")
     return key.encode()
+
+
+def _is_key(text: str) -> bool:
+    """Whether these characters of Z85 stand for bytes: five can be more than 32 bits."""
+    digits = [_DIGITS.index(character) for character in text]
+    groups = [digits[start : start + _GROUP] for start in range(0, len(digits), _GROUP)]
+    return all(sum(digit * 85**place for place, digit in enumerate(reversed(group))) < 1 << 32 for group in groups)
 
 
 def key_line(public: bytes, name: str) -> str:
@@ -54,7 +64,7 @@ def read_key_file(path: str | Path) -> KeyPair:
     """The key pair of a file; ValueError, in a line that names the file, when it cannot be had."""
     text = _read(path)
     match = _KEY_FILE.fullmatch(text)
-    if match is None:
+    if match is None or not (_is_key(match[1]) and _is_key(match[2])):
         raise ValueError(f"{path}: holds no key pair (keygen makes one)")
     return KeyPair(match[1].encode(), match[2].encode())
 
@@ -67,7 +77,7 @@ def read_allowed_keys(path: str | Path) -> dict[bytes, str]:
         if not line or line.startswith("#"):
             continue
         match = _LINE.fullmatch(line)
-        if match is None:
+        if match is None or not _is_key(match[1]):
             raise ValueError(f"{path}, line {number}: {_EXPECTED}")
         key = match[1].encode()
         if allowed.setdefault(key, match[2]) != match[2]:

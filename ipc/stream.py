@@ -15,6 +15,7 @@ class Stream:
 
     def __init__(self, request_id: int, choices: int, on_abort: Callable[["Stream"], None]) -> None:
         self.request_id = request_id
+        self.sent = False  # to a server; else it has failed at once
         self.prompt: PromptInfo | None = None  # before the first item, of a request that asked for it
         self._open_choices = choices
         self._on_abort = on_abort

@@ -230,7 +230,10 @@ def validate_tokenize(request: Tokenize, model: ModelInfo) -> None:
         size = _check_text("prompt", request.prompt.text)
     else:
         _check_chat(request.prompt, model)
-        size = sum(len(message.content.encode()) for message in request.prompt.messages)
+        messages = request.prompt.messages
+        texts = [message.content for message in messages]
+        texts += [call.arguments for message in messages for call in message.tool_calls]
+        size = sum(len(text.encode()) for text in texts)
     if size > MAX_TOKENIZE_BYTES:
         name = "prompt" if isinstance(request.prompt, TextPrompt) else "messages"
         raise InvalidRequest(f"{name} may have at most {MAX_TOKENIZE_BYTES} bytes of text, not {size}", name)
@@ -456,7 +459,7 @@ def _check_chat(prompt: ChatPrompt, model: ModelInfo) -> None:
         if message.name is not None:
             check_characters(f"{where}.name", message.name, MAX_NAME)
         size += _check_text(f"{where}.reasoning", message.reasoning)
-        _check_calls(where, message)
+        size += _check_calls(where, message)
     _check_prompt_size("messages", size)
     _check_tools(prompt.tools)
     _check_template_kwargs(prompt.template_kwargs, model)
@@ -477,8 +480,9 @@ def _check_chat(prompt: ChatPrompt, model: ModelInfo) -> None:
             )
 
 
-def _check_calls(where: str, message: ChatMessage) -> None:
-    """The calls of an assistant's turn, or what a tool's turn answers."""
+def _check_calls(where: str, message: ChatMessage) -> int:
+    """The calls of an assistant's turn, or what a tool's turn answers; the bytes of their arguments."""
+    size = 0
     if message.tool_calls and message.role != "assistant":
         raise InvalidRequest(f"{where}.tool_calls is for role assistant only", f"{where}.tool_calls")
     if len(message.tool_calls) > MAX_TOOL_CALLS:
@@ -487,11 +491,12 @@ def _check_calls(where: str, message: ChatMessage) -> None:
         place = f"{where}.tool_calls[{at}]"
         check_characters(f"{place}.id", call.id, MAX_TOOL_CALL_ID)
         _check_tool_name(f"{place}.function.name", call.name)
-        _check_text(f"{place}.function.arguments", call.arguments)
+        size += _check_text(f"{place}.function.arguments", call.arguments)
     if message.tool_call_id is not None:
         if message.role != "tool":
             raise InvalidRequest(f"{where}.tool_call_id is for role tool only", f"{where}.tool_call_id")
         check_characters(f"{where}.tool_call_id", message.tool_call_id, MAX_TOOL_CALL_ID)
+    return size
 
 
 def _check_tool_name(where: str, name: object) -> None:

@@ -112,6 +112,10 @@ def test_embeddings_scores_and_tokens(endpoint: str) -> None:
         assert tokenizer.asked[-1].pooling == MODEL.pooling
         score = await client.score("ab", top=2)
         assert (score.token_ids, score.positions, score.logprob) == ((1, 2), (), 0)
+        for top in (-1, 21, True, None):
+            with pytest.raises(BadRequest, match="top must be an integer between 0 and 20") as caught:
+                await client.score("ab", top=top)  # type: ignore[arg-type]
+            assert caught.value.failed.param == "top"
         assert tokenizer.asked[-1].params == SamplingParams(max_tokens=0, prompt_logprobs=2)
         tokens = await client.tokenize("hé")
         assert (tokens.token_ids, tokens.token_strs) == ((104, 233), ("h", "é"))

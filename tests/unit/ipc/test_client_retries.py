@@ -203,6 +203,47 @@ def test_a_call_waits_while_the_server_is_paused(endpoint: str) -> None:
     run(endpoint, body)
 
 
+def test_what_was_not_sent_is_no_attempt(endpoint: str) -> None:
+    """The server comes after the call, or has gone before it."""
+
+    async def main() -> None:
+        async with asyncio.timeout(PATIENCE):
+            client = AsyncClient(endpoint)
+            waiting = asyncio.create_task(client.generate("a"))
+            await asyncio.sleep(0.05)
+            tokenizer = FakeTokenizer(endpoint)
+            assert (await waiting).attempts == 1
+            tokenizer.router.close()
+            await until(lambda: client.model is None)
+            waiting = asyncio.create_task(client.generate("b"))
+            await asyncio.sleep(0.05)
+            tokenizer = FakeTokenizer(endpoint)
+            assert (await waiting).attempts == 1
+            await client.close()
+            tokenizer.router.close()
+
+    asyncio.run(main())
+
+
+def test_to_connect_is_no_attempt(endpoint: str) -> None:
+    """Nobody has called `connect`, and nothing may be tried twice."""
+
+    async def main() -> None:
+        async with asyncio.timeout(PATIENCE):
+            tokenizer = FakeTokenizer(endpoint)
+            for ask in (lambda client: client.generate("a", deadline=5.0), lambda client: client.tokenize("ab")):
+                client = AsyncClient(endpoint, retries=0)
+                await ask(client)
+                await client.close()
+            tokenizer.router.close()
+            client = AsyncClient(endpoint + "-nobody", retries=0)
+            with pytest.raises(DeadlineExceeded):
+                await client.generate("a", deadline=0.05)
+            await client.close()
+
+    asyncio.run(main())
+
+
 def test_questions_are_asked_again(endpoint: str) -> None:
     async def main() -> None:
         async with asyncio.timeout(PATIENCE):

@@ -260,6 +260,7 @@ GOOD = key_line(z85.encode(bytes(range(32))), "a")
         (f"{GOOD} b", "line 1: expected curve:"),
         (GOOD.replace("curve:", ""), "line 1: expected curve:"),
         (GOOD[:-3] + " a", "line 1: expected curve:"),
+        (f"curve:{40 * '#'} a", "line 1: expected curve:"),
         (f"{GOOD}\n{GOOD}b", "line 2: this key has another name"),
         ("\u00e9", "not a text file of keys"),
     ],
@@ -270,6 +271,17 @@ def test_a_list_that_cannot_be_used(tmp_path: Path, content: str, said: str) -> 
     with pytest.raises(ValueError, match=said) as caught:
         read_allowed_keys(path)
     assert str(caught.value).startswith(str(path))
+
+
+@pytest.mark.parametrize("digits", ["%nSc1", "#####", "%nSc0"])
+def test_five_characters_of_a_key_are_at_most_32_bits(digits: str) -> None:
+    """RFC 32 of ZeroMQ: `%nSc0` is 2^32 - 1, in a base of 85."""
+    key = 35 * "0" + digits
+    if digits == "%nSc0":
+        assert z85.decode(check_server_key(key)) == 28 * b"\0" + 4 * b"\xff"
+        return
+    with pytest.raises(ValueError, match="a public key has 40 characters"):
+        check_server_key(key)
 
 
 @pytest.mark.parametrize("content", ["", "public x\nsecret y\n", GOOD])
