@@ -4,6 +4,7 @@ import asyncio
 import math
 import re
 
+import msgspec
 from aiohttp import web
 
 from ipc.trace_messages import Trace
@@ -12,7 +13,7 @@ from ipc.tracing import FLUSH_SECONDS, TraceListener
 from .answers import encoded_response, json_response
 from .errors import ApiError, not_measured
 from .service import SERVICE, Service
-from .timelines import CLOCK_OFFSET
+from .timelines import clock_offset
 from .timings import RequestList
 from .trace_file import trace_file
 
@@ -28,8 +29,14 @@ async def requests(request: web.Request) -> web.StreamResponse:
     """GET /debug/requests"""
     service = _keeping(request)
     limit = _limit(request)
-    records = [timeline.record() for timeline in service.timelines.newest(limit)]
-    return json_response(RequestList(service.index, service.frontends, records))
+    timelines = service.timelines.newest(limit)
+
+    def written() -> bytes:
+        records = [timeline.record() for timeline in timelines]
+        return msgspec.json.encode(RequestList(service.index, service.frontends, records))
+
+    # In a thread: thousands of them take longer than streams can wait.
+    return encoded_response(await asyncio.to_thread(written))
 
 
 async def request_by_id(request: web.Request) -> web.StreamResponse:
@@ -77,7 +84,7 @@ async def trace(request: web.Request) -> web.StreamResponse:
         listener.start()
         # The last of it is sent a little later.
         await asyncio.sleep(seconds + 2 * FLUSH_SECONDS)
-        return encoded_response(await asyncio.to_thread(trace_file, found.traces, CLOCK_OFFSET))
+        return encoded_response(await asyncio.to_thread(trace_file, found.traces, clock_offset()))
     finally:
         service.tracing = False
         listener.close()

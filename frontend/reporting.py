@@ -10,8 +10,8 @@ from ipc.process_usage import UsageMeter, watch_loop
 from .connection import Connection
 
 _PERIOD = 1.0  # seconds
-# On one connection: the events of some forty tokens. A client that reads leaves less, if it is not both far and fast: 200
-# tokens a second over a round trip of 0.2 s have as much under way.
+# On one connection: the events of some forty tokens. A client that reads leaves less, if it is not both far and fast:
+# 200 tokens a second over a round trip of 0.2 s have as much under way.
 _SLOW_BYTES = 8 << 10
 
 

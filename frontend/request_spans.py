@@ -15,8 +15,6 @@ from .timelines import RequestTimeline
 
 Attribute = str | int | float | bool | list[str]
 
-_OFFSET_NS = time.time_ns() - time.monotonic_ns()
-
 
 @dataclass(frozen=True)
 class SpanData:
@@ -120,4 +118,5 @@ def _phases(index: int, end: Finished) -> Iterator[SpanData]:
 
 
 def _unix(monotonic: float) -> int:
-    return int(monotonic * 1e9) + _OFFSET_NS
+    """Also after the machine was suspended, through which the monotonic clock does not go on."""
+    return int(monotonic * 1e9) + time.time_ns() - time.monotonic_ns()

@@ -21,7 +21,11 @@ from .timings import ChoiceTimings, Failure, RequestRecord, Status, Timings
 
 _UNTOLD = messages.Timings(0.0, 0.0, 0.0, 0.0, messages.ChoiceTimings())  # by an engine that tells none
 HEADER = "x-tokenmill-timings"
-CLOCK_OFFSET = time.time() - time.monotonic()  # seconds: makes Unix time of the monotonic clock's
+
+
+def clock_offset() -> float:
+    """Seconds that make Unix time of the monotonic clock's, which stands still while the machine is suspended."""
+    return time.time() - time.monotonic()
 
 
 def wants_timings(request: web.Request, *, measures: bool) -> bool:
@@ -42,12 +46,13 @@ def wants_timings(request: web.Request, *, measures: bool) -> bool:
 class RequestTimeline:
     """What is kept of one request. Times are seconds of the monotonic clock, which the engine's processes share."""
 
-    __slots__ = ("arrival", "choices", "ended", "ends", "error", "first_output", "request_id", "route")
+    __slots__ = ("arrival", "choices", "ended", "ends", "error", "first_output", "request_id", "route", "unix_arrival")
 
     def __init__(self, request_id: str, arrival: float, choices: int, ends: Mapping[int, Finished]) -> None:
         """`choices`: over all prompts; `ends` is filled by others as they finish."""
         self.request_id = request_id
         self.arrival = arrival
+        self.unix_arrival = arrival + clock_offset()
         self.choices = choices
         self.ends = ends
         self.route = ""
@@ -82,7 +87,7 @@ class RequestTimeline:
         tokenized = max((end.timings.tokenized for end in self.ends.values() if end.timings), default=0.0)
         return Timings(
             request_id=self.request_id,
-            arrival=self.arrival + CLOCK_OFFSET,
+            arrival=self.unix_arrival,
             tokenized_ms=self._after(tokenized),
             first_output_ms=self._after(self.first_output),
             choices=[self._choice(index, end) for index, end in sorted(self.ends.items())],

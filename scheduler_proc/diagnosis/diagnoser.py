@@ -34,6 +34,7 @@ HIGHER_IS_BETTER = ("throughput", "concurrency")
 _LEAST_GAIN = math.log(1.1)  # a metric that gets better by less is no advice
 _SUMMED_UP: tuple[MetricName, ...] = ("ttft", "itl", "throughput")  # the summary names what is best for all of these
 _CONFIDENT, _MUCH = 0.4, 1.2  # confidence, and times as good: with less a cause is not what the summary names
+_WORTH_A_PRICE = 2.0  # times as good, of one metric alone
 _ALIKE = 0.95  # of the gain of a larger change of a setting: the smaller one is taken then
 _LONGER_GAP = 1.25  # the most that the longest gap between two tokens may grow by, for a better mean or p99
 _MOST_DELAY = 4.0  # the most that first tokens may come later by, as a factor, for steadier streams
@@ -94,9 +95,8 @@ def diagnose(
         ranked = sorted(
             causes[name], key=lambda cause: (cause.cause != "client", -_factor(name, value, cause.predicted))
         )
-        metrics.append(
-            DiagnosedMetric(name, value, parts, tuple(ranked[:_MOST_CAUSES] or [_rest(name, value, parts, facts, cpu)]))
-        )
+        rest = _rest(name, value, parts, facts, cpu) if cost.ready else _too_early(value)
+        metrics.append(DiagnosedMetric(name, value, parts, tuple(ranked[:_MOST_CAUSES] or [rest])))
     return Diagnosis(
         unix_time,
         facts.seconds,
@@ -104,7 +104,7 @@ def diagnose(
         facts.finished,
         _measures(facts, cpu),
         tuple(metrics),
-        _summary(facts, metrics),
+        _summary(facts, metrics, cost),
     )
 
 
@@ -232,7 +232,8 @@ def _beyond_settings(
 ) -> Iterable[tuple[MetricName, Cause]]:
     values = _values(measured)
     yield from _of_front(engine, cpu, values)
-    if "throughput" in values and facts.empty > _IDLE and facts.waiting < _FEW_WAITING and cost.ready:
+    idle = facts.empty > _IDLE and facts.waiting < _FEW_WAITING
+    if "throughput" in values and idle and facts.load.jobs and cost.ready:
         most = _capacity(facts, setup_of(engine, cost, facts.overhead))
         yield (
             "throughput",
@@ -299,6 +300,11 @@ def _capacity(facts: Facts, setup: Setup) -> float:
     decode = cost.predict(StepShape(decode_rows=rows, context_tokens=round(rows * length))) + setup.overhead
     prompts = cost.predict(StepShape().with_chunk(0, round(computed))) - setup.cost[0]
     return rows * outputs / (outputs * decode + rows * prompts)
+
+
+def _too_early(value: float) -> Cause:
+    """Before the engine knows what steps cost, it knows of no setting what it would change."""
+    return Cause("device", evidence.TOO_EARLY, predicted=value, confidence=0.0)
 
 
 def _rest(name: MetricName, value: float, parts: tuple[tuple[str, float], ...], facts: Facts, cpu: Cpu) -> Cause:
@@ -391,7 +397,7 @@ def _measures(facts: Facts, cpu: Cpu) -> tuple[tuple[str, float], ...]:
     )
 
 
-def _summary(facts: Facts, metrics: Sequence[DiagnosedMetric]) -> str:
+def _summary(facts: Facts, metrics: Sequence[DiagnosedMetric], cost: CostModel) -> str:
     if not facts.arrived and not facts.steps.steps:
         return "no requests: there is nothing to diagnose"
     if facts.empty > _IDLE and facts.waiting < _FEW_WAITING:
@@ -412,6 +418,29 @@ def _summary(facts: Facts, metrics: Sequence[DiagnosedMetric]) -> str:
             if score > (best[0] if best else 0.0):
                 best = score, metric, cause
     if best is None:
-        return f"no setting would help much: {evidence.device(facts)}"
+        if not cost.ready:
+            return evidence.TOO_EARLY
+        return _summary_of_one(metrics) or f"no setting would help much: {evidence.device(facts)}"
     _, metric, cause = best
     return f"{metric.name} is bound by {cause.cause}: {cause.evidence}; try {evidence.flag(cause.setting, cause.after)}"
+
+
+def _summary_of_one(metrics: Sequence[DiagnosedMetric]) -> str:
+    """Of the metric that has most to gain, where nothing is better for all; empty: of none, it is too little."""
+    values = {metric.name: metric.value for metric in metrics}
+    found = [
+        (_factor(metric.name, metric.value, cause.predicted), metric, cause)
+        for metric in metrics
+        for cause in metric.causes[:1]
+        if cause.confidence >= _CONFIDENT
+    ]
+    factor, metric, cause = max(found, key=lambda one: one[0], default=(1.0, None, None))
+    if metric is None or cause is None or factor < (_WORTH_A_PRICE if cause.setting else _MUCH):
+        return ""
+    text = f"{metric.name} is bound by {cause.cause}: {cause.evidence}"
+    if not cause.setting:
+        return text
+    lost = {name: 1 / _factor(name, values[name], value) for name, value in cause.effects}
+    price = [f"{name} {by:.1f} times as bad" for name, by in lost.items() if by > _MUCH]
+    effect = ", and ".join([f"would make it {factor:.1f} times as good", *price])
+    return f"{text}; {evidence.flag(cause.setting, cause.after)} {effect}"

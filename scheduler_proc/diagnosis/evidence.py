@@ -24,6 +24,9 @@ _LATE = 0.005  # seconds that a loop is late on average: no longer the usual tur
 _LITTLE_WORK = 0.5  # cores
 
 
+TOO_EARLY = "there have been too few steps, or prompts in them, to predict what a setting would change: ask again later"
+
+
 def milliseconds(seconds: float) -> str:
     """For people: 0.0123 -> "12.3 ms", 2.5 -> "2.5 s"."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

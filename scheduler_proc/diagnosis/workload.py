@@ -89,10 +89,11 @@ def facts_of(window: Window, live: Sequence[Ended], totals: Totals, cost: CostMo
     waiting = [request for request in live if not request.first_token]
     # Of those that wait, those that have for longer than others took say most of the truth; the others will yet.
     typical = median(request.first_token - request.arrival for request in first) if first else 0.0
-    late = [now - request.arrival for request in waiting if now - request.arrival > typical]
-    times = [request.first_token - request.arrival for request in first] + late
+    late = [request for request in waiting if now - request.arrival > typical]
+    times = [(request.first_token or now) - request.arrival for request in (*first, *late)]
+    queued = [(request.started or now) - request.arrival for request in (*first, *late)]
     own = fmean(_own(request, cost) for request in first) if first else 0.0
-    queue = fmean([request.started - request.arrival for request in first] + late) if times else 0.0
+    queue = fmean(queued) if queued else 0.0
     ttft = spread([(time, 1.0) for time in times])
     seconds = max(1e-3, min(window.seconds, now - steps.since))
     counted = totals.since(steps.before)

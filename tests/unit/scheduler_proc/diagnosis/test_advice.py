@@ -11,6 +11,7 @@ from config.schema import SchedulerConfig
 from config.sources import options, read_settings
 from ipc.stats_messages import Diagnosis
 from scheduler_proc import diagnosis
+from scheduler_proc.cost_model import CostModel
 from scheduler_proc.diagnosis import evidence
 from scheduler_proc.diagnosis.changes import Engine, Proposals, setup_of
 from scheduler_proc.diagnosis.diagnoser import diagnose
@@ -151,6 +152,24 @@ def test_one_stream_is_faster_with_the_integers_of_the_file(
     assert first(observed.diagnosis(), "itl") == advised
 
 
+def test_where_no_request_came_to_its_end_there_is_a_diagnosis_all_the_same() -> None:
+    """They were failed after some tokens, of which the window keeps nothing else."""
+    observed = Observed(load(4, 12, 0.05, 30, 20), SchedulerConfig(), 10_000)
+    facts = observed.facts()
+    facts = replace(facts, load=facts.load._replace(jobs=[]))
+    told = finish(diagnose(observed.engine(), facts, observed.cost, Cpu(), 0.0))
+    assert told.summary.startswith("not enough load")
+
+
+def test_before_anything_is_known_of_steps_nothing_is_said_of_settings() -> None:
+    observed = Observed(load(1, 80, 4, 100, 40), SchedulerConfig(max_seqs=2), 10_000)
+    told = finish(diagnose(observed.engine(), observed.facts(), CostModel(), Cpu(), 0.0))
+    assert told.summary == evidence.TOO_EARLY
+    assert {(cause.evidence, cause.confidence) for metric in told.metrics for cause in metric.causes} == {
+        (evidence.TOO_EARLY, 0.0)
+    }
+
+
 def test_nothing_to_do_is_told_as_such() -> None:
     told = Observed(load(4, 12, 0.05, 30, 20), SchedulerConfig(), 10_000).diagnosis()
     assert told.summary.startswith("not enough load")
@@ -159,6 +178,18 @@ def test_nothing_to_do_is_told_as_such() -> None:
     # What could be: 64 requests in each step, of 5 ms and 1.1 ms for each, and their prompts of 0.9 ms a token. Nobody
     # has seen such a batch, so what a further request costs is a guess.
     assert throughput.causes[0].predicted == pytest.approx(1 / (0.0011 + 0.005 / 64 + 30 * 0.0009 / 20), rel=0.3)
+
+
+def test_what_helps_one_metric_at_the_price_of_another_is_told_as_such() -> None:
+    """Long prompts among short ones: gaps between tokens are long in few steps, and shorter where prompts wait."""
+    told = Observed(load(2, 90, 1, 20, 60, long=2000, every=15), SchedulerConfig(), 10_000, clients=6).diagnosis()
+    assert told.summary.startswith("itl_p99 is bound by prefill: ")
+    [metric] = [metric for metric in told.metrics if metric.name == "itl_p99"]
+    turn = flag(metric.causes[0].setting, metric.causes[0].after)
+    [ttft] = [metric.value for metric in told.metrics if metric.name == "ttft"]
+    gained, lost = metric.value / metric.causes[0].predicted, dict(metric.causes[0].effects)["ttft"] / ttft
+    assert lost > 1.2
+    assert f"; {turn} would make it {gained:.1f} times as good, and ttft {lost:.1f} times as bad" in told.summary
 
 
 def test_parts_of_latencies_add_up() -> None:
@@ -191,6 +222,7 @@ def test_a_scheduler_that_does_all_it_can_is_named(cores: float, gap: float, bou
         for cause in metric.causes
         if cause.cause == "cpu" and "the scheduler process uses" in cause.evidence
     }
+    assert ("the scheduler process uses" in told.summary) is bound
     share = step / (step + gap)
     expected = {"itl": pytest.approx(share), "throughput": pytest.approx(1 / share)}
     assert found == (expected if bound else {})

@@ -46,6 +46,19 @@ def open_load(draw: random.Random, gap: Callable[[], float], seconds: tuple[floa
     return requests
 
 
+def test_the_queue_ends_with_the_first_step() -> None:
+    """Also of requests whose prompts are still being computed: one at once, one after 3 s, one not yet."""
+    now = END + 10.0
+    live = [
+        Ended(arrival, started, 0.0, now, 50, 0, 0, 0, 20, 0, "", "aborted")
+        for arrival, started in ((30.0, 30.0), (32.0, 35.0), (36.0, 0.0))
+    ]
+    found = facts_of(Window(16), live, Totals(), CostModel.from_coefficients(COEFFICIENTS), now)
+    assert found.ttft.mean == pytest.approx((10 + 8 + 4) / 3)
+    assert found.queue == pytest.approx((0 + 3 + 4) / 3)
+    assert found.others == pytest.approx((10 + 5 + 0) / 3)
+
+
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("clients", [1, 2, 5])
 def test_clients_that_send_when_an_answer_has_come_are_counted(clients: int, seed: int) -> None:
