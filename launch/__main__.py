@@ -8,6 +8,7 @@ import msgspec
 
 from config.arch import read_arch
 from config.generation import describe, read_generation
+from config.output_files import check_apart
 from config.plan_advice import shortage
 from config.plan_report import full_report, short_report
 from config.recordings import EVENT_LOG, TRACE, check_recording
@@ -40,6 +41,7 @@ def main() -> int:
             print(f"warning: {warning}", file=sys.stderr)
         for warning in check_sdk(asked.sdk, asked.tokenizer.tokenizers):
             print(f"warning: {warning}", file=sys.stderr)
+        check_apart({"--event-log": asked.scheduler.event_log or None, "--record": asked.supervisor.record or None})
         for kind, file in ((EVENT_LOG, asked.scheduler.event_log), (TRACE, asked.supervisor.record)):
             if file:
                 check_recording(kind, file)

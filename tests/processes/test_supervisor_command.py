@@ -35,6 +35,11 @@ def test_a_setting_that_cannot_be_used_is_one_line_and_status_two() -> None:
         (("--model", "m"), {"TOKENMILL_API_KEYS": ""}, "TOKENMILL_API_KEYS: expected keys of 1 to 512 printable"),
         (("--model", "m", "--tls-key", "key.pem"), {}, "--tls-key needs --tls-cert as well"),
         (("--model", "m", "--event-log", "/nowhere/x.log"), {}, "--event-log /nowhere/x.log: the folder /nowhere does"),
+        (
+            ("--model", "m", "--event-log", "tests/new", "--record", "tests/../tests/new"),
+            {},
+            "--record tests/../tests/new: the same file as that of --event-log",
+        ),
         (("--model", "m", "--plan"), {"TOKENMILL_EVENT_LOG": "tests"}, "--event-log tests: Is a directory"),
         (("--model", "m", "--cors-origin", "a.example"), {}, "--cors-origin a.example: must be * or scheme, host"),
     ):

@@ -56,6 +56,8 @@ def run_rows(summary: Summary) -> Rows:
                 f"{goodput.met:,} ({goodput.share:.1%}; {goodput.share_low:.1%} to {goodput.share_high:.1%})",
             ),
         ]
+        if goodput.unknown:
+            rows.append(("misses: the server does not tell its tokens", f"{goodput.unknown:,}"))
     rows += [
         ("output tokens, throughput", f"{summary.output_tokens:,}, {summary.output_throughput:,.1f} tok/s"),
         ("prompt throughput", f"{summary.prompt_throughput:,.1f} tok/s"),

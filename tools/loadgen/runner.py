@@ -120,6 +120,7 @@ class Runner:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LINE_LIMIT,
+                start_new_session=True,  # Ctrl-C is for this process, which then asks them to end
             )
             worker = _Worker(process)
             self._workers.append(worker)

@@ -8,7 +8,7 @@ from frontend.timelines import RequestTimeline
 from ipc.codec import pack_ints
 from ipc.curve import ClientKeys
 from ipc.engine_client import EngineClient, Prompt
-from ipc.errors import AuthenticationFailed, RequestFailed
+from ipc.errors import AuthenticationFailed, ConnectionLost, RequestFailed
 from ipc.key_files import check_server_key, read_key_file
 from ipc.messages import ChatMessage, ChatPrompt, Delta, Finished, ModelInfo, SamplingParams, TextPrompt, TokenPrompt
 from tools.loadgen.answer import Answer
@@ -81,13 +81,14 @@ class SdkClient(Client):
                 answer.chunk(now, tokens)
             for item in items:
                 if isinstance(item, Finished):
-                    take_end(item, request_id, answer)
+                    take_end(item, request_id, answer, timings=self.target.timings)
 
         try:
             await stream.deliver(take)
         except RequestFailed as error:
-            if error.failed.code == "engine_unavailable":
-                answer.fail("connection", error.failed.message)
+            lost = isinstance(error, ConnectionLost) or not stream.sent
+            if lost or (answer.times and error.failed.code == "engine_unavailable"):
+                answer.fail("truncated" if answer.times else "connection", error.failed.message)
             else:
                 answer.fail_with_status(error.failed.status, error.failed.message)
         finally:
@@ -97,11 +98,11 @@ class SdkClient(Client):
         await self._client.close()
 
 
-def take_end(item: Finished, request_id: str, answer: Answer) -> None:
+def take_end(item: Finished, request_id: str, answer: Answer, *, timings: bool) -> None:
     """Put the end of a choice into the answer; its timeline in the form that HTTP has."""
     answer.finish_reason, answer.done = item.reason, True
     answer.prompt_tokens, answer.completion_tokens = item.prompt_tokens, item.completion_tokens
     answer.cached_tokens = item.cached_tokens
-    if item.timings is not None:
+    if timings and item.timings is not None:
         timeline = RequestTimeline(request_id, item.timings.received, 1, {item.index: item})
         answer.timings = msgspec.to_builtins(timeline.timings())

@@ -97,6 +97,8 @@ async def _look_over_sdk(target: Target) -> Served:
         raise ServerError(f"--sdk {addresses}: must be ZeroMQ addresses such as ipc:///tmp/tokenmill.sock") from None
     finally:
         await client.close()
+    if target.model and target.model not in model.names:
+        raise ServerError(f"--model {target.model}: not served there; the server has {', '.join(model.names)}")
     return Served("tokenmill", model.names[0], model.max_model_len)
 
 
@@ -113,12 +115,16 @@ async def _look_over_http(target: Target) -> Served:
             models = msgspec.json.decode(await response.read(), type=_Models).data
             ours = any(model.owned_by == "tokenmill" for model in models)
             measures = not ours or await _measures(target, session)
-    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise ServerError(f"--url {target.url}: /v1/models is not what OpenAI's servers answer") from None
+    except (
+        aiohttp.InvalidURL,
+        aiohttp.NonHttpUrlClientError,
+        UnicodeError,
+    ):  # the last of a host that DNS cannot ask for
         raise ServerError(f"--url {target.url}: this is no address of a server") from None
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise ServerError(f"--url {target.url}: {error or type(error).__name__}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        raise ServerError(f"--url {target.url}: /v1/models is not what OpenAI's servers answer") from None
     if not models:
         raise ServerError(f"--url {target.url}: it serves no model")
     found = next((model for model in models if model.id == target.model or not target.model), None)

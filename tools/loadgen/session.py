@@ -124,6 +124,8 @@ def target_of(arguments: argparse.Namespace) -> Target:
     """As far as the command line says. Raises `UsageError` when keys are not given as they should be."""
     keys = {"--sdk-key": arguments.sdk_key, "--sdk-server-key": arguments.sdk_server_key}
     given = [flag for flag, value in keys.items() if value is not None]
+    if arguments.sdk is not None and arguments.server not in ("auto", "tokenmill"):
+        raise UsageError(f"--server {arguments.server}: over --sdk it is a tokenmill")
     if given and arguments.sdk is None:
         raise UsageError(f"{given[0]}: only with --sdk")
     if len(given) == 1:

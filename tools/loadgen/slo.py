@@ -20,8 +20,16 @@ class Slo(Struct, frozen=True):
     e2e: float | None = None
 
     def met(self, found: Latencies) -> bool:
-        """Of a request that was answered; what has no value, as TPOT of one token, cannot be missed."""
-        return all(value <= limit for limit, value in self._limited(found))
+        """Of a request that was answered. What it does not have, as TPOT of one token, it cannot miss; what the server
+        does not tell, it misses.
+        """
+        return self.is_known(found) and all(value <= limit for limit, value in self._limited(found))
+
+    def is_known(self, found: Latencies) -> bool:
+        """Whether the server tells enough of its tokens to judge the request."""
+        if self.tpot is not None and found.tokens is None:
+            return False
+        return self.itl is None or len(found.itl) > 0 or not len(found.icl)
 
     def strain(self, found: Latencies) -> float:
         """The largest of its latencies as a share of its limit: above 1 where the SLO is missed."""

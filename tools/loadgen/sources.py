@@ -71,6 +71,8 @@ def read_source(path: Path, *, limit: int | None, length_scale: float) -> tuple[
             raise TraceError(f"{path}: it has texts, whose lengths cannot be scaled")
         if "input" in first:
             texts = list(decoded(path, every, _Text))
+            if (empty := next((number for number, line in texts if not line.input), None)) is not None:
+                raise TraceError(f"{path}: line {empty}: its input is empty")
             has_times = _have_times(path, "timestamp_us", [(number, line.timestamp_us) for number, line in texts])
             found = [Request((line.timestamp_us or 0.0) / 1e6, text=line.input) for _, line in texts]
             return from_zero(found)[:limit], has_times

@@ -58,6 +58,7 @@ class Goodput(Struct, frozen=True):
     share_low: float
     share_high: float
     rate: float
+    unknown: int = 0  # misses for want of what the server does not tell: how many tokens came when
 
 
 class Difference(Struct, frozen=True):
@@ -197,7 +198,8 @@ def _goodput(slo: Slo, found: Sequence[Latencies], measured: int, offered: float
     interval = share_interval(met, measured)
     share = met / measured if measured else 0.0
     rate = offered * share if offered else met / seconds if seconds else 0.0
-    return Goodput(slo, met, share, interval.low or 0.0, interval.high or 0.0, rate)
+    unknown = sum(not slo.is_known(latencies) for latencies in found)
+    return Goodput(slo, met, share, interval.low or 0.0, interval.high or 0.0, rate, unknown)
 
 
 def _estimate(values: Floats, percent: int, interval: Callable[[int], Interval]) -> Estimate | None:

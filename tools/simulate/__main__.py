@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from config.output_files import check_output
+from config.output_files import check_apart, check_output
 from config.recordings import EVENT_LOG, check_recording, is_of_kind
 from config.sources import ConfigError
 from scheduler_proc.event_log import EventLogError, create
@@ -67,12 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    inputs = {"--trace": arguments.trace, "--replay": arguments.replay}
+    check_apart({**inputs, "--json": arguments.json, "--html": arguments.html})
     for flag, output in (("--json", arguments.json), ("--html", arguments.html)):
         if output is not None:
             check_output(flag, output)
     if arguments.replay is not None:
         check_replay_options(parser, arguments)
         return _replay(arguments)
+    if arguments.cache_study and arguments.html is not None:
+        raise UsageError("--html: not with --cache-study, which has no page; it has --json")
     trace = _read(arguments)
     if arguments.cache_study:
         return _study(arguments, trace)

@@ -69,8 +69,11 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> int:
         if arguments.confirm:
             arms = _confirmed(tuning, calibration, trials, arms, missing, find_rate=arguments.find_rate)
         chosen = better([arm for arm in arms if arm.searched])
-        parts = _ablations(tuning, pool, trials[arms.index(chosen)], missing)
-    _report(arguments, notes, calibration, arms, chosen, parts, missing.texts)
+        trial = trials[arms.index(chosen)]
+        parts = _ablations(tuning, pool, trial, missing)
+    # The search's predictions, which are at the trace's own rate as those without a flag are; arms may be at another.
+    contributions = ablation_text(trial.prediction, trials[0].prediction, parts)
+    _report(arguments, notes, calibration, arms, chosen, parts, contributions, missing.texts)
     if missing.interrupted:
         return _INTERRUPTED
     if missing.texts:
@@ -191,6 +194,7 @@ def _report(
     arms: Sequence[Arm],
     chosen: Arm,
     parts: Sequence[Ablation],
+    contributions: Sequence[str],
     missing: Sequence[str],
 ) -> None:
     searched = [arm for arm in arms if arm.searched]
@@ -215,7 +219,7 @@ def _report(
     for text in missing:
         print(f"INCOMPLETE: {text}")
     print(f"\nchosen: {chosen.text}")
-    print("\n".join([choice_text(chosen, arms[0]), *ablation_text(chosen, arms[0], parts)]))
+    print("\n".join([choice_text(chosen, arms[0]), *contributions]))
     if comparison is not None:
         print(comparison_text(comparison, chosen, arms))
     if arguments.json is not None:

@@ -222,16 +222,15 @@ def choice_text(chosen: Arm, default: Arm) -> str:
     return text
 
 
-def ablation_text(chosen: Arm, default: Arm, parts: Sequence[Ablation]) -> list[str]:
-    """A line for each flag: what the simulator says of the chosen settings without it."""
+def ablation_text(chosen: Prediction, default: Prediction, parts: Sequence[Ablation]) -> list[str]:
+    """A line for each flag: what the simulator says of the chosen settings without it. All at the same rate."""
     if not parts:
         return []
     lines = [
-        f"what each flag contributes, as simulated ({_of(chosen.predicted)} with all of them, "
-        f"{_of(default.predicted)} with the defaults):"
+        f"what each flag contributes, as simulated ({_of(chosen)} with all of them, {_of(default)} with the defaults):"
     ]
     for part in parts:
-        lines.append(f"  without {part.flag}: {_of(part.without)}{_verdict(chosen.predicted, part.without)}")
+        lines.append(f"  without {part.flag}: {_of(part.without)}{_verdict(chosen, part.without)}")
     return lines
 
 

@@ -134,14 +134,14 @@ def test_chance_is_called_chance() -> None:
 
 
 def test_each_flag_has_a_line_with_what_it_contributes() -> None:
-    chosen = arm("8", 0.95)
+    chosen, default = prediction(found(0.95)), prediction(found(0.6))
     parts = [
         Ablation("--max-seqs=8", prediction(found(0.7))),
         Ablation("--prefer=decode", prediction(found(0.95, strain=0.6))),
         Ablation("--kv-shortage=wait", prediction(found(0.95, strain=0.5))),
         Ablation("--max-itl-ms=60", prediction(found(0.95, strain=None))),
     ]
-    lines = ablation_text(chosen, arm("defaults", 0.6), parts)
+    lines = ablation_text(chosen, default, parts)
     assert "95.0% in time" in lines[0]
     assert "60.0% in time" in lines[0]
     assert lines[1].endswith("without --max-seqs=8: 70.0% in time, TTFT p90 200.0 ms, ITL p90 40.0 ms")

@@ -149,6 +149,7 @@ def test_blocks_that_only_an_output_can_have_left_are_counted() -> None:
         ([{"prompt": "x", "n": 2}], "line 1: n must be 1"),
         ([{"url": "/v1/embeddings", "body": {}}], "line 1: url must be /v1/completions or"),
         ([{"input": "x", "timestamp_us": "now"}], "line 1: Expected `float \\| null`"),
+        ([{"input": "x"}, {"input": ""}], "line 2: its input is empty"),
         ([5], "line 1: Expected `object`"),
         ([{"prompt": ["x", "y"]}], "line 1: it has 2 prompts"),
         ([{"prompt": [[1], [2]]}], "line 1: it has 2 prompts"),

@@ -50,6 +50,19 @@ def test_the_worst_itl_is_that_of_99_percent() -> None:
     assert latencies_of(record(0, 0.0, [0.0, *np.cumsum(gaps).tolist()])).worst_itl == pytest.approx(1.0)
 
 
+def test_what_the_server_does_not_tell_is_a_miss() -> None:
+    """It may be anything; only of what there is none, nothing can be missed."""
+    bundled = record(0, 0.0, [0.5, 0.6], tokens=[], completion_tokens=8)
+    untold = record(1, 0.0, [0.5, 0.6], tokens=[], completion_tokens=None)
+    single = record(2, 0.0, [0.5])
+    at_once = record(3, 0.0, [0.5], tokens=[3], completion_tokens=3)
+    for slo, met, unknown in ((Slo(itl=9.0), 2, 2), (Slo(tpot=9.0), 3, 1), (Slo(ttft=9.0, e2e=9.0), 4, 0)):
+        found = summary_of([bundled, untold, single, at_once], slo)
+        assert found.goodput is not None
+        assert (found.goodput.met, found.goodput.unknown) == (met, unknown)
+        assert ("the server does not tell its tokens" in text_report("run", found)) is bool(unknown)
+
+
 CHUNKS = st.lists(st.tuples(st.integers(1, 4000), st.integers(1, 9)), min_size=1, max_size=40)
 
 
