@@ -1,7 +1,7 @@
 """A pytest plugin: the kernels' tests run on a build with a sanitizer.
 
 `-p tests.kernels.cpu.sanitized --sanitizer NAME`, in a process with the variables that
-`kernels.cpu.build.sanitizer_environment(NAME)` gives. Sanitized code is ten times slower: there are profiles of
+`kernels.cpu.build.sanitizer_environment(NAME)` gives. Sanitized code is ten times slower: there is a profile of
 hypothesis with fewer examples, for `--hypothesis-profile`.
 """
 
@@ -15,7 +15,6 @@ from kernels.cpu import library
 from kernels.cpu.build import SANITIZERS, build
 
 settings.register_profile("sanitized", max_examples=40)
-settings.register_profile("sanitized-brief", max_examples=8)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
