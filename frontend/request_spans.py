@@ -32,12 +32,14 @@ def spans_of(timeline: RequestTimeline, job: Job, served_name: str) -> SpanData:
     """The span of a request that has ended, with those of its choices' phases below it."""
     ends = timeline.ends
     operation = "text_completion" if timeline.route == "/v1/completions" else "chat"
+    grammar = job.params.grammar
+    is_json = grammar is not None and grammar.kind in ("json_object", "json_schema")
     attributes: dict[str, Attribute] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "tokenmill",
         "gen_ai.request.model": job.model,
         "gen_ai.response.model": served_name,
-        "gen_ai.output.type": "text" if job.params.grammar is None else "json",
+        "gen_ai.output.type": "json" if is_json else "text",
         "tokenmill.request_id": timeline.request_id,
         "http.route": timeline.route,
         **_asked(job.params, stream=job.stream),

@@ -196,7 +196,7 @@ def test_the_sdk_scores_and_tokenizes(server: Server) -> None:
         assert score.positions[-1].rank < 10
         with pytest.raises(BadRequest, match="tokens"):
             client.detokenize([10**6])
-        with pytest.raises(BadRequest, match="prompt_logprobs"):
+        with pytest.raises(BadRequest, match="top must be"):
             client.score([1], top=21)
 
 

@@ -188,7 +188,12 @@ def test_a_batch_outlives_the_death_of_a_worker(tmp_path: Path, model_path: Path
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "status"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
+    ],
 )
 def test_a_stopped_batch_takes_its_engine_with_it(
     tmp_path: Path, model_path: Path, number: signal.Signals, status: int

@@ -225,6 +225,7 @@ def test_min_tokens_and_ignore_eos_count_outputs_only(server: Server) -> None:
     assert answer.finish_reason == "length"
 
 
+@pytest.mark.slow  # test_identity has a preempted request too
 def test_preempted_requests_give_the_same_text_as_with_room(model_path: Path, server: Server) -> None:
     """B078: 12 requests of up to 160 tokens in a pool that holds three of them, greedy and seeded with penalties."""
     bodies = [

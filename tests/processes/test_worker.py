@@ -156,7 +156,7 @@ def run_ranks(
     ]
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])  # the model has three KV heads
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow), 4])  # the model has three KV heads
 def test_a_reference_row_and_drain(model_path: Path, shared_dir: Path, tmp_path: Path, tp: int) -> None:
     with (shared_dir / "reference" / "greedy.jsonl").open() as lines:
         row = next(row for row in map(json.loads, lines) if row["kind"] == "chat" and min(row["margins"]) > 0.01)

@@ -78,7 +78,7 @@ SCENARIOS = {
     ),
     "balanced": Scenario("ttft", {"requests": 120, "rate": 2, "prompt": 80, "outputs": 50}, {}),
 }
-QUICK = ("waiting for batches", "few blocks", "shared prompts, no cache", "idle")
+QUICK = ("waiting for batches", "shared prompts, no cache", "idle")
 
 
 def candidates(config: SchedulerConfig, blocks: int) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -32,11 +33,12 @@ class Source(Struct, frozen=True):
 
     def read(self) -> list[TraceRequest]:
         """As `tools.loadgen` makes of it what a server gets: that generates other outputs than the trace's, so a next
-        turn does not find them in the cache. TraceError, OSError.
+        turn does not find them in the cache; and all requests are of one tenant and alike. TraceError, OSError.
         """
         path = Path(self.path)
         trace = read_trace(path, limit=self.limit, length_scale=self.length_scale, known_outputs=False)
-        return scaled_rate(trace, self.rate_scale)
+        alike = [replace(request, tenant="", priority=0) for request in trace]
+        return scaled_rate(alike, self.rate_scale)
 
 
 class Work(Struct, frozen=True):

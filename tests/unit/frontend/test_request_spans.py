@@ -8,7 +8,7 @@ from frontend.errors import ApiError
 from frontend.request_spans import SpanData, spans_of
 from frontend.requests import Job
 from frontend.timelines import RequestTimeline
-from ipc.messages import ChoiceTimings, Finished, SamplingParams, TextPrompt, Timings
+from ipc.messages import ChoiceTimings, Finished, Grammar, GrammarKind, SamplingParams, TextPrompt, Timings
 
 NOW = time.monotonic()
 
@@ -86,6 +86,14 @@ def test_attributes_have_the_names_of_the_conventions() -> None:
         "tokenmill.request_id": "req-1",
         "http.route": "/v1/completions",
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "output"),
+    [("json_object", "json"), ("json_schema", "json"), ("regex", "text"), ("choice", "text"), ("lark", "text")],
+)
+def test_only_a_grammar_of_json_makes_json(kind: GrammarKind, output: str) -> None:
+    assert span({}, grammar=Grammar(kind, "")).attributes["gen_ai.output.type"] == output
 
 
 def test_an_error_is_told_by_its_code_and_not_by_its_text() -> None:

@@ -250,7 +250,7 @@ def test_nan_is_an_error_when_the_tokens_arrive(tmp_path: Path) -> None:
         runner.collect(step)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_graphs_compute_what_the_ops_do(tmp_path: Path, deterministic: bool) -> None:
     """Two sequences in a bucket of three, then other ones: the padding changes nothing, and nothing is left over."""
     save_tiny(tmp_path, **SIZES)

@@ -42,6 +42,14 @@ def test_answers_are_those_of_a_simulation_here_and_in_order(work: Work) -> None
         assert pool.predict([]) == []
 
 
+def test_whose_a_request_was_is_not_predicted_since_the_load_generator_does_not_tell(tmp_path: Path) -> None:
+    row = {"timestamp": 0, "input_length": 16, "output_length": 4, "hash_ids": [0], "block_size": 16}
+    path = tmp_path / "recording.jsonl"
+    path.write_text(json.dumps(row | {"tenant": "a", "priority": 3}) + "\n")
+    assert [(request.tenant, request.priority) for request in read_trace(path)] == [("a", 3)]
+    assert [(request.tenant, request.priority) for request in Source(str(path)).read()] == [("", 0)]
+
+
 def test_outputs_of_a_recording_are_not_in_the_cache_since_the_load_generator_cannot_bring_them_there(
     tmp_path: Path,
 ) -> None:
