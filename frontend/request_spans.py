@@ -4,14 +4,13 @@ https://github.com/open-telemetry/semantic-conventions-genai, docs/gen-ai/gen-ai
 What they have no name for begins with `tokenmill.`. Nothing of prompts or outputs is in them.
 """
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ipc.messages import Finished, SamplingParams
 
 from .requests import Job
-from .timelines import RequestTimeline
+from .timelines import RequestTimeline, clock_offset
 
 Attribute = str | int | float | bool | list[str]
 
@@ -120,5 +119,4 @@ def _phases(index: int, end: Finished) -> Iterator[SpanData]:
 
 
 def _unix(monotonic: float) -> int:
-    """Also after the machine was suspended, through which the monotonic clock does not go on."""
-    return int(monotonic * 1e9) + time.time_ns() - time.monotonic_ns()
+    return int((monotonic + clock_offset()) * 1e9)
